@@ -679,8 +679,9 @@ class Engine(nn.Module):
         save_dir: str | os.PathLike[str],
         save_filename: str = "model.safetensors",
         exclude_frozen_parameters: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> bool:
-        """Write the working weights alone, as transformers loads them; every rank calls it.
+        """Write the working weights alone, or these in `dtype`, as transformers loads them; every rank calls it.
 
         Files are of 5 GB at most, with an index; a unit at a time is in memory. For a name that ends in .bin or .pt
         it is one file of torch.save's, for which rank 0 holds the whole model.
@@ -688,7 +689,7 @@ class Engine(nn.Module):
         self.meet("save_16bit_model()")
         self._roster.check()
         compare_replicas(self.units, self.topology, "save_16bit_model()")
-        self._checkpoints.save_model(Path(save_dir), save_filename, exclude_frozen=exclude_frozen_parameters)
+        self._checkpoints.save_model(Path(save_dir), save_filename, dtype, exclude_frozen=exclude_frozen_parameters)
         return True
 
     def consolidated_state_dict(
@@ -1057,8 +1058,8 @@ class Engine(nn.Module):
         model = self.module
         whole = self.access.on_host("unwrap()")
         self.close()
-        for parameter, value in whole.items():
-            parameter.data = value
+        for give in whole:
+            give()
         return model
 
     def destroy(self) -> None:

@@ -19,6 +19,7 @@ from wherry.sharding.flat_gradient import Landing
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.grouping import UnitPlan
 from wherry.sharding.layout import lay_out
+from wherry.sharding.quantised import flat_kind
 from wherry.sharding.unit import Unit
 from wherry.tier_choice import TierChoice
 from wherry.tiers.disk import DiskStore
@@ -107,6 +108,8 @@ class Extent:
     shared: bool
     # Bytes of the part that ranks of one node share among themselves.
     secondary: int = 0
+    # Bytes of what codes have beside them.
+    scales: int = 0
 
 
 @dataclass(frozen=True)
@@ -128,8 +131,8 @@ def promised(
     for flat in flats:
         whole = flat.numel if flat.resident else flat.shard
         account["parameters", flat.weights] += whole * flat.dtype.itemsize
-        if flat.secondary:
-            account["parameters", Tier.DEVICE] += flat.secondary
+        if flat.secondary or flat.scales:
+            account["parameters", Tier.DEVICE] += flat.secondary + flat.scales
     on_disk = [flat for flat in flats if flat.weights is Tier.DISK]
     if on_disk:
         account["parameters read", Tier.HOST] = _weights_read(offload, choice, on_disk)
@@ -171,14 +174,17 @@ def _gathered(offload: Offload, travelling: Sequence[Extent]) -> int:
     zero = offload.config.zero_optimization
     stay = sum(flat.numel for flat in travelling if flat.shared)
     units: Counter[str] = Counter()
+    nbytes: Counter[str] = Counter()
     for flat in travelling:
+        nbytes["" if flat.shared else flat.unit] += flat.numel * flat.dtype.itemsize
         if not flat.shared:
             units[flat.unit] += flat.numel
     largest = max(units.values(), default=0)
     room = max(0, zero.stage3_max_live_parameters - stay - largest)
     ahead = min(room, max(largest, zero.stage3_prefetch_bucket_size))
-    most = min(stay + largest + ahead, sum(flat.numel for flat in travelling))
-    return most * max((flat.dtype.itemsize for flat in travelling), default=0)
+    # Elements of a unit are of one width about: codes, with small adapters beside them that are wider.
+    width = max((nbytes[unit] / max(1, numel) for unit, numel in units.items()), default=0)
+    return min(nbytes[""] + math.ceil((largest + ahead) * width), nbytes.total())
 
 
 def _gradients(choice: TierChoice, flats: Sequence[Extent], accumulation: int) -> Account:
@@ -223,26 +229,26 @@ def promised_of(offload: Offload, plans: Sequence[UnitPlan]) -> Account:
     """What flats will take that are yet to be made."""
     choice, placement = offload.new_choice(), offload.placement
     flats, records = [], []
+    numel: dict[torch.Tensor, int] = {}
     for plan in plans:
         kinds: dict[tuple[torch.dtype, bool], list[tuple[str, torch.Tensor]]] = {}
         for name, parameter in plan.parameters:
-            if parameter.is_floating_point():
-                kind = offload.config.working_dtype() or parameter.dtype, parameter.requires_grad
-                kinds.setdefault(kind, []).append((name, parameter))
+            dtype, numel[parameter] = flat_kind(parameter, offload.config.working_dtype())
+            kinds.setdefault((dtype, parameter.requires_grad), []).append((name, parameter))
         for (dtype, trainable), members in kinds.items():
             cut = placement.parameters.partitioned or (trainable and placement.optimizer.partitioned)
             ranks = offload.topology.shards.size if cut else 1
             padding = _padding(offload, members, ranks) if trainable else 1.0
-            numel = math.ceil(sum(local(parameter).numel() for _, parameter in members) * padding)
-            shard, whole = -(-numel // ranks), not placement.parameters.partitioned
+            size = math.ceil(sum(numel[parameter] for _, parameter in members) * padding)
+            shard, whole = -(-size // ranks), not placement.parameters.partitioned
             weights = Tier.DEVICE if whole else choice.of_weights(shard * dtype.itemsize)
             resident = whole or (ranks == 1 and weights is Tier.DEVICE)
             kept = None
-            mine = [parameter for _, parameter in members if parameter in offload.trained]
+            mine = [parameter for _, parameter in members if trainable and parameter in offload.trained]
             if mine:
                 kept = choice.of_state(plan.name, sum(local(p).numel() for p in mine), dtype, weights)
                 records.append(_record_size(offload, kept, dtype, mine, ranks / padding))
-            flats.append(Extent(plan.name, numel, shard, dtype, resident, weights, trainable, kept, shared=plan.root))
+            flats.append(Extent(plan.name, size, shard, dtype, resident, weights, trainable, kept, shared=plan.root))
     accumulation = offload.config.batch(offload.topology.data.size).accumulation
     return promised(offload, choice, flats, records, accumulation)
 
@@ -321,6 +327,7 @@ def rows(
             kept=offload.state_tier(flat) if flat in state_of else None,
             shared=unit.shared,
             secondary=0 if flat.secondary is None else flat.secondary.nbytes,
+            scales=flat.scales_nbytes,
         )
         for unit in units
         for flat in unit.flats
@@ -357,6 +364,8 @@ def _held(units: list[Unit], gradients: Gradients, updater: Updater | None) -> A
             account["parameters read", Tier.HOST] += flat.resting_nbytes
         if flat.secondary is not None:
             account["parameters", Tier.DEVICE] += flat.secondary.nbytes
+        if flat.scales_nbytes:
+            account["parameters", Tier.DEVICE] += flat.scales_nbytes
         if not flat.resident:
             account["gathered", Tier.DEVICE] += flat.elastic.nbytes
     for gradient in gradients.all:

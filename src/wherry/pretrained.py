@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,9 +16,10 @@ from torch import nn
 from wherry.engine import Engine
 from wherry.errors import WherryError, one_line
 from wherry.sharding.layout import Place, tile_places
-from wherry.sharding.meta import Given, give, give_buffer, give_memory, pieces, write
+from wherry.sharding.meta import Given, give, give_buffer, pieces, write
 from wherry.sharding.model_checks import taken
 from wherry.sharding.param_shard import ParamShard, own_values, shard_of
+from wherry.sharding.quantised import is_wide
 from wherry.sharding.safetensors_folder import TensorBlock, TensorSource, open_folder
 
 
@@ -92,7 +93,7 @@ def _matched(
         names = _names(model)
         sources = open_folder(path, model, names)
         places = tile_places(model)
-        wrong = _cut_tiles(places, sources)
+        wrong, kinds = _cut_tiles(places, sources), dict[str, str]()
         by_tensor: dict[torch.Tensor, TensorSource] = {}
         other_names: dict[torch.Tensor, list[str]] = {}
         for name, tensor in names.items():
@@ -102,7 +103,9 @@ def _matched(
                 continue
             expected = _logical_shape(tensor, name, engine)
             if source.shape != expected:
-                wrong[name] = _unlike(source.shape, expected)
+                wrong[name] = _unlike(list(source.shape), list(expected))
+            elif not _of_a_kind(source, tensor):
+                kinds[name] = _unlike(source.dtype, tensor.dtype)  # type: ignore[attr-defined]
             by_tensor.setdefault(tensor, source)
         lacking = [group[0] for tensor, group in other_names.items() if tensor not in by_tensor]
         # A file has a tiled layer's weights whole, by one name.
@@ -111,7 +114,7 @@ def _matched(
             missing=[name for name in dict.fromkeys(lacking) if name not in wrong],
             unexpected=sorted(set(sources) - set(names)),
         )
-        problem = _problem(path, result if strict else Loaded(), wrong, names)
+        problem = _problem(path, result if strict else Loaded(), wrong, kinds, names)
     except OSError as error:
         problem, by_tensor, result = f"load_pretrained: {error.filename or path}: {error.strerror}", {}, Loaded()
     except WherryError as error:
@@ -133,17 +136,19 @@ def _cut_tiles(places: Mapping[str, Place], sources: dict[str, TensorSource]) ->
         if whole.shape == place.whole_shape:
             sources[name] = TensorBlock(whole, place.offsets, place.shape)
         else:
-            wrong[place.whole] = _unlike(whole.shape, place.whole_shape)
+            wrong[place.whole] = _unlike(list(whole.shape), list(place.whole_shape))
     for whole_name in {place.whole for place in places.values()}:
         sources.pop(whole_name, None)
     return wrong
 
 
-def _unlike(found: Sequence[int], expected: Sequence[int]) -> str:
-    return f"{list(found)} in the file, {list(expected)} in the model"
+def _unlike(found: Any, expected: Any) -> str:
+    return f"{found} in the file, {expected} in the model"
 
 
-def _problem(path: str | Path, result: Loaded, wrong: Mapping[str, str], names: Iterable[str]) -> str | None:
+def _problem(
+    path: str | Path, result: Loaded, wrong: Mapping[str, str], kinds: Mapping[str, str], names: Iterable[str]
+) -> str | None:
     parts = []
     if result.missing:
         parts.append(f"{len(result.missing)} missing from the files: {_shown(result.missing)}")
@@ -153,9 +158,17 @@ def _problem(path: str | Path, result: Loaded, wrong: Mapping[str, str], names: 
         parts.append(f"{len(result.unexpected)} that the model does not have: {_shown(result.unexpected)}{hint}")
     if wrong:
         parts.append(f"{len(wrong)} of another shape: {_shown([': '.join(item) for item in wrong.items()])}")
+    if kinds:
+        parts.append(f"{len(kinds)} of another kind: {_shown([': '.join(item) for item in kinds.items()])}")
     if not parts:
         return None
     return f"load_pretrained: {path} does not fit the model; nothing was loaded.\n  " + "\n  ".join(parts)
+
+
+def _of_a_kind(source: TensorSource, tensor: torch.Tensor) -> bool:
+    """Numbers to compute with and codes are not made of each other by a cast."""
+    dtype = getattr(source, "dtype", tensor.dtype)
+    return not isinstance(tensor, nn.Parameter) or is_wide(dtype) == is_wide(tensor.dtype)
 
 
 def _shown(names: list[str]) -> str:
@@ -212,7 +225,7 @@ def _load_engine(engine: Engine, sources: Mapping[torch.Tensor, TensorSource]) -
 @torch.no_grad()
 def _load_model(model: nn.Module, sources: Mapping[torch.Tensor, TensorSource]) -> None:
     own_values(model.parameters())
-    given = {p: Given(n, sources[p]) for n, p in model.named_parameters() if p in sources and p.is_floating_point()}
+    given = {p: Given(n, sources[p]) for n, p in model.named_parameters() if p in sources}
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta and parameter in given:
@@ -235,12 +248,7 @@ def _load_shard(shard: ParamShard, source: TensorSource) -> None:
 
 @torch.no_grad()
 def _load_others(model: nn.Module, sources: Mapping[torch.Tensor, TensorSource]) -> None:
-    """Buffers, and parameters of integers, which no flat holds: all of each, on every rank."""
-    for parameter in model.parameters():
-        if parameter in sources and not parameter.is_floating_point():
-            if parameter.is_meta:
-                give_memory(parameter, torch.empty_like(parameter, device="cpu"))
-            parameter.data.copy_(_whole(sources[parameter]))
+    """Buffers: all of each, on every rank."""
     off_meta: dict[torch.Tensor, torch.Tensor] = {}
     for module in model.modules():
         for name, buffer in module._buffers.items():

@@ -23,6 +23,7 @@ from wherry.checkpoint.session import Session, plain_tensors
 from wherry.checkpoint.session import aliases as tied_names
 from wherry.config.problems import path_meant
 from wherry.observe.progress import Progress
+from wherry.sharding.quantised import is_wide
 from wherry.sharding.unit import Flat
 
 INDEX = "model.safetensors.index.json"
@@ -191,7 +192,7 @@ def exported_entries(path: Path, manifest: Manifest, *, exclude_frozen: bool = F
 
 def exported_dtype(entry: Entry, wanted: torch.dtype | None) -> torch.dtype:
     own = dtype_named(entry.dtype)
-    return wanted if wanted is not None and entry.kind != "buffer" and own.is_floating_point else own
+    return wanted if wanted is not None and entry.kind != "buffer" and is_wide(own) else own
 
 
 def find(path: Path) -> Path:
@@ -253,7 +254,7 @@ def live_weights(
                 yield place.whole, begun.pop(place.whole)
     if begun:
         raise CheckpointError(f"{', '.join(begun)}: some of its tiles are frozen and left out, and others are not")
-    yield from plain_tensors(session).items()
+    yield from plain_tensors(session, exclude_frozen=exclude_frozen).items()
 
 
 @torch.no_grad()
@@ -274,7 +275,14 @@ def _whole(session: Session, flat: Flat, precise: bool) -> torch.Tensor:
     return whole
 
 
-def write_model(session: Session, folder: Path, *, exclude_frozen: bool, max_shard_size: int = DEFAULT_SHARD) -> None:
+def write_model(
+    session: Session,
+    folder: Path,
+    dtype: torch.dtype | None = None,
+    *,
+    exclude_frozen: bool,
+    max_shard_size: int = DEFAULT_SHARD,
+) -> None:
     """Write the working weights of a live engine; every rank calls it, rank 0 writes, a flat at a time."""
     tied = {other: name for name, others in tied_names(session.module).items() for other in others}
     names = [*_names(session), *plain_tensors(session)]
@@ -285,7 +293,7 @@ def write_model(session: Session, folder: Path, *, exclude_frozen: bool, max_sha
             if session.comm.rank == 0:
                 with ModelWriter(folder, max_shard_size, names, tied) as writer:
                     for name, tensor in weights:
-                        writer.add(name, tensor)
+                        writer.add(name, tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor)
         finally:
             _drain(weights)  # whatever has become of the files
 
@@ -303,7 +311,7 @@ def consolidated(
     tied, plain = tied_names(session.module), plain_tensors(session)
     found: dict[str, torch.Tensor] = {}
     for name, tensor in weights:
-        cast = dtype is not None and tensor.is_floating_point() and name not in plain
+        cast = dtype is not None and is_wide(tensor.dtype) and name not in plain
         copy = tensor.detach().to("cpu", dtype if cast else tensor.dtype, copy=True)
         found.update({each: copy for each in (name, *tied.get(name, ()))})
     return {name: found[name] for name in dict.fromkeys([*_names(session, tied=True), *found]) if name in found}

@@ -24,6 +24,7 @@ from wherry.errors import one_line
 from wherry.native import Blocks8, quantize
 from wherry.observe.progress import Progress
 from wherry.sharding.layout import SegmentSpan, Slot
+from wherry.sharding.quantised import scales
 from wherry.sharding.unit import Flat
 from wherry.update.optimizer_states import FlatState
 from wherry.update.parameter_states import kept_fields, own_shape
@@ -135,6 +136,7 @@ def _check_fits(session: Session, manifest: Manifest, options: LoadOptions) -> d
         raise CheckpointError("; ".join(wrong[:_LISTED]))
     # Without the frozen ones: those of this engine that are frozen may lack.
     frozen = {session.whole_name(name) for name, p in session.module.named_parameters() if not p.requires_grad}
+    frozen |= {scale.name for scale in scales(session.module)}
     left_out = frozen if manifest.engine.get("frozen_excluded") else set()
     missing = [name for name in shapes if name not in names and name not in left_out]
     if options.strict and missing:

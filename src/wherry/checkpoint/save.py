@@ -116,7 +116,7 @@ class _SavePlan:
 
     @classmethod
     def of(cls, session: Session, exclude_frozen: bool) -> _SavePlan:
-        tensors = plain_tensors(session)
+        tensors = plain_tensors(session, exclude_frozen=exclude_frozen)
         for name in [name for name, tensor in tensors.items() if tensor.layout is not torch.strided]:
             del tensors[name]
             session.log.info("%s: a sparse buffer is not saved; it stays as the model makes it", name)

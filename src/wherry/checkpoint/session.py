@@ -17,6 +17,7 @@ from wherry.errors import WherryError
 from wherry.observe.log import get_logger
 from wherry.parallel.comm import Comm
 from wherry.sharding.layout import Place, SegmentSpan, Slot, tile_places
+from wherry.sharding.quantised import scales
 from wherry.sharding.unit import Flat, Unit
 from wherry.sharding.weights import Gatherer
 from wherry.tiers.streams import Link
@@ -216,17 +217,17 @@ class Checkpoints:
         with torch.inference_mode(False):  # what a load makes is trained on
             return load(self._session(), Path(folder), None if tag is None else str(tag), options)
 
-    def save_model(self, folder: Path, file: str, *, exclude_frozen: bool) -> None:
+    def save_model(self, folder: Path, file: str, dtype: torch.dtype | None = None, *, exclude_frozen: bool) -> None:
         from wherry.checkpoint import export
 
         if file == "model.safetensors":
-            export.write_model(self._session(), folder, exclude_frozen=exclude_frozen)
+            export.write_model(self._session(), folder, dtype, exclude_frozen=exclude_frozen)
             return
         if not file.endswith((".bin", ".pt", ".pth")) or "/" in file:
             raise WherryError(
                 f"save_16bit_model: expected model.safetensors, or a name that ends in .bin, .pt or .pth, got {file!r}"
             )
-        weights = self.consolidated(None, exclude_frozen=exclude_frozen)
+        weights = self.consolidated(dtype, exclude_frozen=exclude_frozen)
         on_first(self._session().comm, f"writing {folder / file}", lambda: export.write_torch(weights, folder / file))
 
     def consolidated(self, dtype: torch.dtype | None, *, exclude_frozen: bool) -> dict[str, torch.Tensor] | None:
@@ -269,21 +270,17 @@ def aliases(module: nn.Module) -> dict[str, list[str]]:
     return others
 
 
-def plain_tensors(session: Session) -> dict[str, torch.Tensor]:
-    """What a module's state has beside the flats: persistent buffers, and weights that are no floating point."""
+def plain_tensors(session: Session, *, exclude_frozen: bool = False) -> dict[str, torch.Tensor]:
+    """What a module's state has beside the flats: persistent buffers, and what frozen codes have beside them."""
     found: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
-    in_flats = {id(parameter) for flat in session.flats for parameter in flat.parameters}
     for prefix, module in session.module.named_modules():
-        members: dict[str, torch.Tensor | None] = {
-            **{name: p for name, p in module._parameters.items() if p is not None and id(p) not in in_flats},
-            **{n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set},
-        }
-        for name, tensor in members.items():
-            if tensor is not None and id(tensor) not in seen:
-                seen.add(id(tensor))
-                found[f"{prefix}.{name}" if prefix else name] = tensor
-    return found
+        for name, tensor in module._buffers.items():
+            if tensor is None or name in module._non_persistent_buffers_set or id(tensor) in seen:
+                continue
+            seen.add(id(tensor))
+            found[f"{prefix}.{name}" if prefix else name] = tensor
+    return found if exclude_frozen else found | {scale.name: scale.tensor for scale in scales(session.module)}
 
 
 def extra_states(module: nn.Module) -> dict[str, nn.Module]:

@@ -28,11 +28,14 @@ from wherry.build import initialize, without_layer_major
 from wherry.config import Config
 from wherry.engine import Engine
 from wherry.errors import ConfigError, WherryError
+from wherry.nn.lazy_logits import why_not
 from wherry.parallel import topology
+from wherry.placement import Tier
 from wherry.sharding.access import gathered
+from wherry.sharding.meta import StayingInMemory
 from wherry.sharding.watched_params import Mark
 
-__all__ = ["WherryMixin", "WherryTrainer"]
+__all__ = ["StayingInMemory", "WherryMixin", "WherryTrainer"]
 
 SCHEDULER_FILE = "scheduler.pt"
 Source = str | os.PathLike[str] | Mapping[str, Any] | Config | None
@@ -94,7 +97,8 @@ class WherryMixin:
         source = {"zero_optimization": {"stage": 3}} if wherry_config is None else wherry_config
         self._wherry_config = configs.load(source)
         self._max_steps = 0
-        super().__init__(*args, **kwargs)
+        with StayingInMemory():  # what PEFT draws around a model on the meta device
+            super().__init__(*args, **kwargs)
         if self.args.load_best_model_at_end and self.args.save_only_model:
             raise WherryError(
                 "load_best_model_at_end reads the engine's checkpoints, and save_only_model leaves them out; set one "
@@ -102,6 +106,25 @@ class WherryMixin:
             )
 
     # What the engine places, and the accelerator does not.
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        self.accelerator.prepare_model = self._prepare_model
+
+    def _prepare_model(self, model: nn.Module, *args: Any, evaluation_mode: bool = False, **kwargs: Any) -> nn.Module:
+        """Accelerate's own; but a second model, as TRL's reference, rests where the first one does, in an engine."""
+        if not (evaluation_mode and self._rests_elsewhere(model)):
+            cls = type(self.accelerator)
+            return cls.prepare_model(self.accelerator, model, *args, evaluation_mode=evaluation_mode, **kwargs)
+        model.requires_grad_(False)
+        place = topology.find(device=self.args.device, timeout=self._wherry_config.wherry.timeout_s)
+        config = configs.load(self._wherry_config, overrides={"optimizer": None, "scheduler": None})
+        return initialize(model=model, config=resolve(config, self.args, 0), mesh=place)[0]
+
+    def _rests_elsewhere(self, model: nn.Module) -> bool:
+        parameters = self._wherry_config.placement().parameters
+        lazy = any(parameter.is_meta for parameter in model.parameters())
+        return parameters.partitioned or parameters.tier is not Tier.DEVICE or lazy
 
     def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
         """The engine places the model, a unit at a time."""
@@ -149,6 +172,8 @@ class WherryMixin:
     def _build_engine(self, config: Config, optimizer: torch.optim.Optimizer | None) -> Engine:
         # Batches come to the Trainer's device, which is not always torch's own choice.
         place = topology.find(device=self.args.device, timeout=config.wherry.timeout_s)
+        if _written(self._wherry_config, "wherry.chunked_loss") is None and why_not(self.model) is None:
+            config = configs.load(config, overrides={"wherry.chunked_loss": True})
         engine, *_ = initialize(model=self.model, optimizer=optimizer, config=config, mesh=place)
         _generate_together(engine)
         self.accelerator.unwrap_model = self._unwrap_model

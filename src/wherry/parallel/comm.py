@@ -392,9 +392,13 @@ def _alive(group: dist.ProcessGroup) -> bool:
     return group in dist.distributed_c10d._world.pg_map
 
 
+_KNOWN_INTEGERS = (torch.uint8, torch.int8, torch.int32, torch.int64)
+
+
 def _copyable(tensor: torch.Tensor) -> torch.Tensor:
-    """What is only copied travels as bytes where a backend may not know its type: gloo knows no floats of 8 bits."""
-    return tensor.view(torch.uint8) if tensor.is_floating_point() and tensor.element_size() == 1 else tensor
+    """What is only copied travels as bytes where a backend may not know its type, as gloo those of 16 and 8 bits."""
+    known = tensor.element_size() > 1 if tensor.is_floating_point() else tensor.dtype in _KNOWN_INTEGERS
+    return tensor if known else tensor.view(torch.uint8)
 
 
 def _ended_well(work: Any, tells: bool) -> bool:

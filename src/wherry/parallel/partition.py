@@ -6,7 +6,7 @@ The data axis knows only local tensors. Here is what of a logical parameter they
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,9 +38,30 @@ def is_dtensor(tensor: torch.Tensor | None) -> bool:
     return module is not None and isinstance(tensor, module.DTensor)
 
 
+def parts(tensor: torch.Tensor, prefix: str = "") -> Iterator[tuple[str, Any, str]]:
+    """The plain tensors that one is made of, if it is: by their names, whose attributes they are."""
+    names: list[str] = getattr(tensor, "__tensor_flatten__", lambda: ([], None))()[0]
+    for name in names:
+        inner = getattr(tensor, name)
+        if hasattr(type(inner), "__tensor_flatten__"):
+            yield from parts(inner, f"{prefix}{name}.")
+        else:
+            yield prefix + name, tensor, name
+
+
+def inside(tensor: torch.Tensor) -> tuple[Any, str] | None:
+    """Whose attribute the tensor is that stands for one made of others: this rank's of a DTensor, else the largest."""
+    if is_dtensor(tensor):
+        return tensor, "_local_tensor"
+    if type(tensor) in (torch.Tensor, nn.Parameter):
+        return None
+    return max(((h, name) for _, h, name in parts(tensor)), key=lambda place: getattr(*place).nbytes, default=None)
+
+
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor, outside of autograd."""
-    return tensor._local_tensor if is_dtensor(tensor) else tensor.detach()  # type: ignore[attr-defined]
+    """What this rank holds of a tensor, outside of autograd; of one that is made of others, the largest of them."""
+    place = inside(tensor)
+    return tensor.detach() if place is None else getattr(*place)
 
 
 def slice_of(name: str, parameter: nn.Parameter, tensor: Comm) -> LogicalSlice | None:
@@ -78,7 +99,8 @@ def _slice_of_dtensor(name: str, parameter: Any) -> LogicalSlice | None:
 def retype(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) -> None:
     """Let go of a parameter's data, and make it one of `dtype` on `device`."""
     if not is_dtensor(parameter):
-        parameter.data = torch.empty(0, dtype=dtype, device=device)
+        holder, attribute = inside(parameter) or (parameter, "data")
+        setattr(holder, attribute, torch.empty(0, dtype=dtype, device=device))
         return
     given: Any = parameter
     if given._local_tensor.device != device:

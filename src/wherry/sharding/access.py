@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from torch import nn
 from wherry.errors import WherryError
 from wherry.fake import address_of
 from wherry.parallel.comm import Comm
-from wherry.parallel.partition import local
+from wherry.parallel.partition import is_dtensor, local
 from wherry.sharding.init import entered
 from wherry.sharding.layout import SegmentSpan, tile_places
 from wherry.sharding.param_shard import own_values, shard_of, shards_gathered
@@ -101,13 +102,20 @@ class Access:
                 stack.enter_context(self._whole(flat, releases=True))
             yield
 
-    def on_host(self, what: str) -> dict[nn.Parameter, torch.Tensor]:
-        """Copies of all weights that travel, whole, on every rank's host; a unit at a time is gathered."""
-        whole: dict[nn.Parameter, torch.Tensor] = {}
+    def on_host(self, what: str) -> list[Callable[[], None]]:
+        """Copies of all weights that travel, whole, on every rank's host; a unit at a time is gathered.
+
+        Each is what gives a parameter its copy.
+        """
+        whole: list[Callable[[], None]] = []
         for unit in self.units:
             with self.gathered(unit.travelling, None, what):
                 for flat in unit.travelling:
-                    whole |= {p: p.detach().to("cpu", copy=True) for p in flat.parameters}
+                    for parameter, places in zip(flat.parameters, flat.places, strict=True):
+                        copied = (parameter if is_dtensor(parameter) else local(parameter)).detach()
+                        copied = copied.to("cpu", copy=True)
+                        places = [(parameter, "data")] if is_dtensor(parameter) else places
+                        whole += [partial(setattr, *place, copied) for place in places]
         return whole
 
     def meet(self, what: str, flats: Iterable[Flat]) -> None:

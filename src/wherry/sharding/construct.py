@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -12,12 +13,13 @@ from wherry.errors import WherryError
 from wherry.fake import faking
 from wherry.observe.log import warn
 from wherry.parallel.comm import Comm
-from wherry.parallel.partition import check_replicated, is_dtensor, local, retype, slice_of
+from wherry.parallel.partition import check_replicated, inside, is_dtensor, local, retype, slice_of
 from wherry.parallel.topology import Topology
 from wherry.sharding.grouping import LARGE_LAYER, UnitPlan
 from wherry.sharding.layout import FlatLayout, lay_out
 from wherry.sharding.meta import Materialiser, pieces, source_of, write
 from wherry.sharding.param_shard import own_values, shard_of, take
+from wherry.sharding.quantised import flat_kind, prepare, quantise, scales
 from wherry.sharding.safetensors_folder import TensorSource
 from wherry.sharding.unit import Flat, Unit
 from wherry.tiers.elastic import Heap
@@ -74,11 +76,22 @@ class Builder:
         # A parameter may leave the meta device with the unit of another module that it is tied to.
         sources = {p: s for plan in plans for _, p in plan.parameters if (s := source_of(p)) is not None}
         units = []
+        self._module_of = {
+            weight: module
+            for module in model.modules()
+            if (weight := module._parameters.get("weight")) is not None and type(weight) is not nn.Parameter
+        }
         materialiser = Materialiser(model, self.device)
         for index, plan in enumerate(plans):
             flats = self._flats(plan, materialiser, sources)
             units.append(Unit(index, plan.name, plan.modules, flats, root=plan.root))
         materialiser.finish()
+        place_scales(model, self.device, self.comm)
+        nbytes = Counter[nn.Parameter]()
+        for scale in scales(model):
+            nbytes[scale.parameter] += scale.tensor.nbytes
+        for flat in (flat for unit in units for flat in unit.flats):
+            flat.scales_nbytes = sum(nbytes[parameter] for parameter in flat.parameters)
         self._tell_of_padding()
         return units
 
@@ -94,7 +107,7 @@ class Builder:
             )  # fmt: skip
 
     def _flats(
-        self, plan: UnitPlan, materialiser: Materialiser, sources: Mapping[nn.Parameter, TensorSource]
+        self, plan: UnitPlan, materialiser: Materialiser, sources: dict[nn.Parameter, TensorSource]
     ) -> list[Flat]:
         kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in plan.parameters:
@@ -103,8 +116,11 @@ class Builder:
                     f"{name}: complex parameters are not supported, got {parameter.dtype}; "
                     "hold real and imaginary parts in a real parameter and use torch.view_as_complex"
                 )
-            if parameter.is_floating_point():
-                kinds.setdefault((self._dtype(parameter), parameter.requires_grad), []).append((name, parameter))
+            if quantise(name, parameter, sources.get(parameter), self.device):
+                del sources[parameter]  # it has been read
+            self._prepare(name, parameter)
+            kind = flat_kind(parameter, self.working_dtype)[0], parameter.requires_grad
+            kinds.setdefault(kind, []).append((name, parameter))
         parameters = [parameter for _, parameter in plan.parameters]
         materialiser.leave_to_files(parameters)
         # One after the other: no more is held twice than one has.
@@ -126,14 +142,22 @@ class Builder:
                 and parameter.dtype == values.dtype
             }
             materialiser.fill(parameters, None if plan.root else plan.modules[0], memory)
-        flats = [self._filled(flat, values, sources, memory) for flat, values in laid_out]
-        for parameter in parameters:
-            if not parameter.is_floating_point():
-                parameter.data = parameter.data.to(self.device)  # integer weights are never trained: left as they are
-        return flats
+        return [self._filled(flat, values, sources, memory) for flat, values in laid_out]
 
-    def _dtype(self, parameter: nn.Parameter) -> torch.dtype:
-        return self.working_dtype or parameter.dtype
+    def _prepare(self, name: str, parameter: nn.Parameter) -> None:
+        """A weight in few bits is where it is computed with, and its module has it as it is to be shown."""
+        if parameter in self._module_of:
+            prepare(self._module_of[parameter])
+        if inside(parameter) is None or is_dtensor(parameter):
+            return
+        if parameter.requires_grad:
+            raise WherryError(
+                f"{name}: a {type(parameter).__name__} is made of other tensors, and cannot be trained here; freeze it "
+                "(requires_grad_(False)), and train an adapter beside it"
+            )
+        if parameter.device != self.device:
+            moved = nn.Parameter(parameter.to(self.device), requires_grad=False)
+            torch.utils.swap_tensors(parameter, moved)
 
     def _lay_out(
         self,
@@ -178,6 +202,7 @@ class Builder:
             device=self.device,
             resident=resident,
             storage=storage,
+            held_by=self._module_of,
         )
         drawn = any(parameter not in sources for parameter in parameters)
         exact = drawn and not self.rounds and _needs_master(flat)
@@ -259,12 +284,23 @@ def move_buffers(model: nn.Module, device: torch.device, comm: Comm, dtype: torc
         for name, buffer in module._buffers.items():
             if buffer is not None:
                 module._buffers[name] = buffer.to(device, dtype if buffer.is_floating_point() else None)
-    if comm.size > 1:
-        for buffer in model.buffers():
-            if buffer.layout is not torch.strided or not buffer.numel() or 0 in buffer.stride():
-                continue  # sparse and expanded buffers stay as each rank's model has made them
-            contiguous = buffer.contiguous()
-            # As bytes: a backend need not know a buffer's dtype to copy it.
-            comm.broadcast(contiguous.view(-1).view(torch.uint8)).wait()
-            if contiguous is not buffer:
-                buffer.copy_(contiguous)
+    for buffer in model.buffers() if comm.size > 1 else ():
+        _make_equal(buffer, comm)
+
+
+def place_scales(model: nn.Module, device: torch.device, comm: Comm) -> None:
+    """What weights in few bits have beside their codes goes to the device, with rank 0's values, as the codes do."""
+    for scale in scales(model):
+        setattr(scale.holder, scale.attribute, scale.tensor.to(device))
+        if comm.size > 1:
+            _make_equal(scale.tensor, comm)
+
+
+def _make_equal(tensor: torch.Tensor, comm: Comm) -> None:
+    if tensor.layout is not torch.strided or not tensor.numel() or 0 in tensor.stride():
+        return  # sparse and expanded buffers stay as each rank's model has made them
+    contiguous = tensor.contiguous()
+    # As bytes: a backend need not know a buffer's dtype to copy it.
+    comm.broadcast(contiguous.view(-1).view(torch.uint8)).wait()
+    if contiguous is not tensor:
+        tensor.copy_(contiguous)

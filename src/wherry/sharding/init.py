@@ -21,6 +21,7 @@ from wherry.parallel import topology as topologies
 from wherry.parallel.comm import Comm
 from wherry.placement import Tier
 from wherry.sharding.param_shard import ParamShard, Sharing, is_plain, made_of, shard_of
+from wherry.sharding.quantised import is_wide
 from wherry.tiers.elastic import Heap
 
 if TYPE_CHECKING:
@@ -157,7 +158,7 @@ class Init:
             self._module = module
         self.fill(parameter)
         if shard_of(parameter) is None:
-            if self._dtype is not None:
+            if self._dtype is not None and is_wide(parameter.dtype):
                 with torch._C.DisableTorchFunction():
                     parameter.data = parameter.data.to(self._dtype)
             self._whole[parameter] = None
@@ -218,7 +219,7 @@ class Init:
 
 
 def _is_shared_out(parameter: nn.Parameter) -> bool:
-    return is_plain(parameter) and not parameter.is_meta and parameter.is_floating_point()
+    return is_plain(parameter) and not parameter.is_meta
 
 
 class _Touch(TorchFunctionMode):

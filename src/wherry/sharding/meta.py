@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_iter
 
 from wherry.errors import WherryError
@@ -80,6 +81,37 @@ class LazyParameter(nn.Parameter):
             "reads them, and a write does nothing on the meta device. Write to it after wherry.initialize, inside "
             "wherry.gathered; or put a new parameter that is in memory, or a new module, in its place"
         )
+
+
+_SETS_DATA = getattr(torch.Tensor.data, "__set__")  # noqa: B009
+
+
+class StayingInMemory(TorchFunctionMode):
+    """Within it nothing is moved to the meta device.
+
+    PEFT moves the adapters that it has drawn to where the base's weights are. Of a base on the meta device they would
+    be drawn once more, by `wherry.initialize`: like these, but not the same for a seed. Inside they keep their values:
+
+        wherry.load_pretrained(model, folder)
+        with StayingInMemory():
+            model = peft.get_peft_model(model, peft.LoraConfig())
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is torch.Tensor.to and not args[0].is_meta:
+            args = tuple(args[0].device if _is_meta_device(value) else value for value in args)
+            kwargs = {name: args[0].device if _is_meta_device(value) else value for name, value in kwargs.items()}
+        if func == _SETS_DATA and args[1].is_meta and not args[0].is_meta:
+            raise WherryError(
+                'an adapter is to begin at what the weights of its base are (as with init_lora_weights="pissa"), which '
+                "are in files as yet; build the model with from_pretrained, or begin the adapter otherwise"
+            )
+        return func(*args, **kwargs)
+
+
+def _is_meta_device(value: Any) -> bool:
+    return isinstance(value, torch.device | str) and str(value) == "meta"
 
 
 def give(module: nn.Module, name: str, given: Given) -> None:

@@ -16,6 +16,7 @@ from torch import nn
 
 from wherry.parallel.comm import Comm
 from wherry.parallel.partition import local
+from wherry.sharding.quantised import is_wide, placeholder
 from wherry.tiers.disk_errors import DiskError, hint, human
 from wherry.tiers.disk_folder import make_folder
 
@@ -83,7 +84,7 @@ class ParamShard:
             return 0
         alone = self.comm.size == 1 and self.sharing.folder is None and not self.aliased()
         with torch._C.DisableTorchFunction():
-            if self.sharing.dtype is not None:
+            if self.sharing.dtype is not None and is_wide(self.parameter.dtype):
                 self.parameter.data = self.parameter.data.to(self.sharing.dtype)
             value = self.parameter.data
             self.shape, self.dtype, self.whole_on = value.shape, value.dtype, value.device
@@ -114,7 +115,7 @@ class ParamShard:
         with torch._C.DisableTorchFunction():
             blank = self._blank
             if blank is None or (blank.dtype, blank.device) != (self.dtype, self.whole_on):
-                self._blank = blank = torch.full((), float("nan"), dtype=self.dtype, device=self.whole_on)
+                self._blank = blank = placeholder(self.dtype, self.whole_on)
                 self._blank_storage = blank.untyped_storage()
                 setattr(self._blank_storage, OWNER, weakref.ref(self))
             self.parameter.data = blank.expand(self.seen)

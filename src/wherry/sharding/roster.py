@@ -85,9 +85,9 @@ class Roster:
         """Parameters, the views that they always are if their flat is whole for ever, and whether they are frozen."""
         for unit in self._units:
             for flat in unit.flats:
-                always = flat.resident and not flat.distributed and not is_fake(flat.whole)
-                for parameter, view in zip(flat.parameters, flat.views, strict=True):
-                    yield parameter, view if always else None, not flat.trainable
+                always = flat.resident and not is_fake(flat.whole)
+                for parameter, view, places in zip(flat.parameters, flat.views, flat.places, strict=True):
+                    yield parameter, view if always and places[0][1] == "data" else None, not flat.trainable
 
     def _refuse_moves(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """The placement says where weights rest, and the config in which dtype; what changes neither goes through."""

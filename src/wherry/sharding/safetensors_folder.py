@@ -19,6 +19,8 @@ from wherry.regular import leads_out, open_regular, read_regular
 
 # Bytes: that of a trillion parameters in small tensors has a quarter of it.
 LONGEST_INDEX = 128 << 20
+# Bytes of a file that may be mapped beside the tensor that is read.
+MAPPED = 32 << 20
 
 
 class TensorSource:
@@ -44,24 +46,50 @@ class TensorSource:
         return self.rows(first, last).reshape(-1)[start - first * row : stop - first * row]
 
 
+class OpenFile:
+    """A file that is opened anew after so many bytes: what has been read of it is mapped until it is closed, and counts
+    as memory of this process, which would be another whole model."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle: Any = _open(path)
+        self._as_it_was = _version(path)
+        self._mapped = 0
+
+    def handle(self, nbytes: int = 0) -> Any:
+        """What is about to be read from, so many bytes."""
+        if self._mapped > MAPPED:
+            self._handle, self._mapped = _open(self.path), 0
+            if _version(self.path) != self._as_it_was:
+                raise WherryError(
+                    f"load_pretrained: {self.path} has been changed since load_pretrained looked at it; call it again "
+                    "once the files are whole"
+                )
+        self._mapped += nbytes
+        return self._handle
+
+
 class InFile(TensorSource):
-    def __init__(self, handle: Any, name: str, file: Path, dtypes: dict[str, torch.dtype]) -> None:
+    def __init__(self, file: OpenFile, name: str, dtypes: dict[str, torch.dtype]) -> None:
         """`dtypes`: those of the file that torch has, which are found as they come."""
-        self._slice = handle.get_slice(name)
-        self._whole = lambda: handle.get_tensor(name)
-        self.shape = tuple(self._slice.get_shape())
-        kind = self._slice.get_dtype()
+        self._file, self._name = file, name
+        outline = file.handle().get_slice(name)
+        self.shape = tuple(outline.get_shape())
+        kind = outline.get_dtype()
         if kind not in dtypes:
             try:
-                dtypes[kind] = self.rows(0, 0).dtype
+                dtypes[kind] = (outline[0:0] if self.shape else file.handle().get_tensor(name)).dtype
             except Exception as error:  # safetensors' own, or torch's: it depends on the dtype
                 raise WherryError(
-                    f"load_pretrained: {file}: {one_line(name)} is of dtype {kind}, which cannot be read here: {error}"
+                    f"load_pretrained: {file.path}: {one_line(name)} is of dtype {kind}, which cannot be read here: "
+                    f"{error}"
                 ) from None
         self.dtype = dtypes[kind]
 
     def rows(self, start: int, stop: int) -> torch.Tensor:
-        return self._slice[start:stop] if self.shape else self._whole()
+        handle = self._file.handle((stop - start) * math.prod(self.shape[1:]) * self.dtype.itemsize)
+        found: torch.Tensor = handle.get_slice(self._name)[start:stop] if self.shape else handle.get_tensor(self._name)
+        return found
 
 
 class TensorBlock(TensorSource):
@@ -94,15 +122,15 @@ def open_folder(path: str | Path, model: nn.Module, names: Mapping[str, torch.Te
     files = _files(Path(path))
     owners = {name: file for file, expected in files.items() for name in expected}
     for file, expected in files.items():
-        handle = _open(file)
-        found = handle.keys()
+        opened = OpenFile(file)
+        found = opened.handle().keys()
         absent = sorted(set(expected) - set(found))
         if absent:
             raise WherryError(f"load_pretrained: the index says that {file} has {one_line(absent[0])}, and it does not")
         dtypes: dict[str, torch.dtype] = {}
         for name in found:
             if owners.setdefault(name, file) == file:  # an index says which of several files counts
-                sources[name] = InFile(handle, name, file, dtypes)
+                sources[name] = InFile(opened, name, dtypes)
             elif name not in files[owners[name]]:
                 raise WherryError(
                     f"load_pretrained: {owners[name]} and {file} both have {one_line(name)}, and no index says which "
@@ -127,6 +155,11 @@ def _open(file: Path) -> Any:
         raise WherryError(f"load_pretrained: {file} {error.strerror or error}") from None
     except SafetensorError as error:
         raise WherryError(f"load_pretrained: {file} is not a whole safetensors file: {error}") from None
+
+
+def _version(file: Path) -> tuple[int, ...]:
+    found = file.stat()
+    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
 
 
 def _files(path: Path) -> dict[Path, Collection[str]]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from wherry.parallel.partition import is_dtensor
+from wherry.parallel.partition import inside, is_dtensor
 from wherry.sharding.autograd import NO_TASK, backward_task, tensors_in
 from wherry.sharding.unit import Flat, Unit, Weights
 from wherry.sharding.weights import Gatherer
@@ -36,7 +36,8 @@ class SavedWeights:
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | Packed:
         """What autograd keeps of a tensor: itself, or with the flat that it is a view of, or was cast from."""
-        inner = tensor._local_tensor if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+        place = None if type(tensor) is torch.Tensor else inside(tensor)
+        inner = tensor if place is None else getattr(*place)
         if self._flat_of:
             flat = self._flat_of.get(inner.untyped_storage()._cdata)
             if flat is not None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
@@ -13,6 +13,7 @@ from torch import nn
 from wherry.parallel.partition import is_dtensor
 from wherry.placement import Tier
 from wherry.sharding.layout import FlatLayout
+from wherry.sharding.quantised import Attribute, placeholder, places
 from wherry.tickets import DONE, Ticket
 from wherry.tiers.elastic import Elastic
 from wherry.tiers.storage import Storage, opened
@@ -45,7 +46,9 @@ class Flat:
         device: torch.device,
         resident: bool,
         storage: Storage | None = None,
+        held_by: Mapping[nn.Parameter, nn.Module] | None = None,
     ) -> None:
+        """`held_by`: the modules that hold a parameter's values in attributes of their own as well."""
         assert len(layout.slots) == len(parameters), (name, len(layout.slots), len(parameters))
         self.name = name
         self.layout = layout
@@ -56,6 +59,10 @@ class Flat:
         self.trainable = parameters[0].requires_grad
         # Whether there are DTensors among the parameters.
         self.distributed = any(is_dtensor(parameter) for parameter in parameters)
+        # Where each parameter has its values.
+        self.places: list[list[Attribute]] = [
+            places(parameter, (held_by or {}).get(parameter)) for parameter in parameters
+        ]
         self._own = Elastic(layout.numel, self.dtype, device, mapped=not resident)
         self._own_views = self._lie_in(self._own)
         # This rank's part of `whole`.
@@ -69,8 +76,8 @@ class Flat:
             self._shard = self.whole[self.own] if resident else torch.empty_like(self.whole[self.own])
         # What a released parameter reads as: a stray read is loud, never stale. A view that somebody made of it while
         # it was whole, and kept, is none of these: on Linux's host it reads as NaN too, elsewhere its memory is gone.
-        nan = torch.full((), float("nan"), dtype=self.dtype, device=device)
-        self.blanks = [nan.expand(slot.shape) for slot in layout.slots]
+        blank = placeholder(self.dtype, device)
+        self.blanks = [blank.expand(slot.shape) for slot in layout.slots]
         self.weights = Weights.WHOLE
         self.ticket: Ticket = DONE
         # What still reads its shard, or its optimizer state, on the device: whoever changes these waits for it first.
@@ -79,6 +86,8 @@ class Flat:
         self.pins = 0
         # An update of it is under way: whoever wants its weights settles that first.
         self.pending = False
+        # Bytes of what stays beside codes, whole on the device.
+        self.scales_nbytes = 0
         # An update of it was begun after it was last gathered. `pending` ends when this rank looks at its weights,
         # perhaps alone; this ends by a gather, which all ranks make: what decides about collectives may ask it.
         self.ungathered = False
@@ -235,11 +244,9 @@ class Flat:
         self._show(self.blanks)
 
     def _show(self, tensors: Sequence[torch.Tensor]) -> None:
-        for parameter, tensor in zip(self.parameters, tensors, strict=True):
-            if self.distributed and is_dtensor(parameter):
-                parameter._local_tensor = tensor  # type: ignore[attr-defined]
-            else:
-                parameter.data = tensor
+        for found, tensor in zip(self.places, tensors, strict=True):
+            for holder, attribute in found:
+                setattr(holder, attribute, tensor)
 
     @property
     def resting_nbytes(self) -> int:

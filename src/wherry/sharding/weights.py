@@ -12,6 +12,7 @@ from wherry.observe.log import logger
 from wherry.observe.spans import SILENT, recording, span
 from wherry.parallel.comm import Merging
 from wherry.parallel.topology import Topology
+from wherry.sharding.quantised import is_wide
 from wherry.sharding.unit import Flat, Unit, Weights
 from wherry.tickets import CallbackTicket, Ticket, TicketGroup
 from wherry.tiers.storage import Storage
@@ -236,6 +237,7 @@ class Gatherer:
                     continue
                 if together and not (
                     self._is_near(together[0]) == self._is_near(flat)
+                    and (together[0].dtype == flat.dtype or (is_wide(together[0].dtype) and is_wide(flat.dtype)))
                     and self.merging.fits([other.whole for other in together], flat.whole)
                 ):
                     self._start(*together)

@@ -396,9 +396,10 @@ class DeepSpeedEngine(Engine):
         save_dir: str | os.PathLike[str],
         save_filename: str = "pytorch_model.bin",
         exclude_frozen_parameters: bool = False,
+        dtype: torch.dtype | None = None,
     ) -> bool:
         """Whole working weights in one `torch.save` file, unless the name is `model.safetensors`."""
-        return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters)
+        return super().save_16bit_model(save_dir, save_filename, exclude_frozen_parameters, dtype)
 
     save_fp16_model = save_16bit_model
 
