@@ -14,10 +14,11 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 # The Python of the machine that `make gpu` collects for.
 FOR ?= 3.12
 
-.PHONY: help train test accelerator-test wheel-test bench gpu docs lint asan tsan clean
+.PHONY: help train finetune test accelerator-test wheel-test bench gpu docs lint asan tsan clean
 
 help:
 	@echo "make train   train a small GPT-2 here, on two ranks; flags go in ARGS, as in make train ARGS='--steps 50'"
+	@echo "make finetune   train what make train made further, on questions and answers; MODEL=FOLDER takes another"
 	@echo "make test    run the tests; ARGS='tests/train -k loop' chooses among them"
 	@echo "make accelerator-test   run them on an accelerator that is emulated, which is compiled first"
 	@echo "make wheel-test   what users install: build it, and run the tests of the alias and of other libraries against it"
@@ -31,6 +32,13 @@ help:
 
 train: $(INSTALLED)
 	$(BIN)/wherry train $(ARGS)
+
+# The newest run that `make train` has made, or a small one, learns to say what functions of the standard library do.
+finetune: $(INSTALLED)
+	@mkdir -p build && $(BIN)/python examples/docstrings.py build/docstrings.jsonl
+	@model="$(MODEL)"; test -n "$$model" || model="$$(ls -td runs/*/checkpoints 2>/dev/null | head -1)"; \
+	if test -z "$$model"; then model=runs/small; $(BIN)/wherry train --run-dir $$model --steps 100; fi; \
+	$(BIN)/wherry finetune "$$model" --data build/docstrings.jsonl --lr 1e-3 --epochs 2 $(ARGS)
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)

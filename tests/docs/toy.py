@@ -24,6 +24,9 @@ def toy(words: list[str]) -> list[str]:
         # Those that are recorded are to come.
         steps = [] if "--profile" in words else ["--steps", str(STEPS * (before + 1))]
         return [*words, *shape, *steps, *ranks]
+    if words[:1] == ["finetune"]:
+        few = [word for number, word in enumerate(words) if "--epochs" not in words[max(0, number - 1) : number + 1]]
+        return [*few, "--steps", str(STEPS), "--eval-split", "4", "--samples", "1"]
     if words[:1] == ["plan"]:
         return ["gpt2-10m" if word.startswith("gpt2-") else word for word in words]
     if words[:1] == ["generate"]:

@@ -6,6 +6,7 @@ by case.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import sys
@@ -18,7 +19,7 @@ import transformers
 import trl
 from accelerate.state import AcceleratorState, GradientState
 
-from wherry.finetune.config import build_config, trainer_arguments
+from wherry.finetune.config import build_config, set_length, trainer_arguments
 from wherry.finetune.data import load_examples
 from wherry.finetune.model import load, lora_config
 from wherry.finetune.options import parse
@@ -48,7 +49,7 @@ def ours(folder: Path, model: str, options: Namespace, method: str) -> Any:
     examples = load_examples(options.data, method, tokenizer, eval_split=0, seed=3, sequence=64)
     config = build_config(options, method, None, bf16=False, ranks=WORLD)
     out = folder / "out"
-    arguments = trainer_arguments(options, method, config, 64, STEPS, out, cpu=True, ranks=WORLD, evaluates=False)
+    arguments = trainer_arguments(options, method, config, 64, out, cpu=True, ranks=WORLD, evaluates=False)
     reference = (
         {"ref_model": load(folder / model, torch.float32, model)} if method == "dpo" and not options.lora else {}
     )
@@ -58,6 +59,7 @@ def ours(folder: Path, model: str, options: Namespace, method: str) -> Any:
         peft_config=lora_config(options.lora, {}) if options.lora else None,
     )  # fmt: skip
     assert any(parameter.is_meta for parameter in trainer.model.parameters())  # nothing is loaded yet
+    set_length(trainer.args, options, 48, WORLD)
     trainer.train()
     trainer.engine.close()
     if reference:
@@ -90,6 +92,8 @@ def plain(folder: Path, model: str, options: Namespace, method: str, parts: int)
 def main() -> None:
     folder, cases, out = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
     transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    gc.freeze()  # Accelerate collects for every trainer, and what is imported is most of what there is
     found = {}
     for case in cases:
         AcceleratorState._reset_state(reset_partial_state=True)

@@ -26,7 +26,7 @@ def test_transformers_computes_the_same(tmp_path: Path, tied: bool) -> None:
     torch.testing.assert_close(logits, ours, rtol=1e-5, atol=1e-5)
     assert type(theirs).__name__ == "GPT2LMHeadModel" and theirs.dtype is torch.float32
     assert (theirs.lm_head.weight is theirs.transformer.wte.weight) == tied
-    assert theirs.config.bos_token_id is theirs.config.eos_token_id is None
+    assert theirs.config.bos_token_id is None and theirs.config.eos_token_id == 0
 
 
 def test_the_dtype_is_that_of_the_training_or_of_the_flag(tmp_path: Path) -> None:

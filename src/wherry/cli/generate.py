@@ -28,7 +28,8 @@ def build_parser() -> argparse.ArgumentParser:
         prog="wherry generate",
         description="Go on from a prompt, with the model of a run, of a checkpoint or of a folder that transformers "
         "loads; where its tokenizer has a chat template, answer it. Without a prompt each line of standard input is "
-        "one, until an empty one. Weights that do not fit on one device are shared out over all GPUs, or rest in host memory, from which a block at a time comes.",
+        "one, until an empty one. Weights that do not fit on one device are shared out over all GPUs, or rest in host "
+        "memory, from which a block at a time comes.",
         epilog="No code that comes with a model is run, and nothing is fetched.",
     )
     flag = parser.add_argument

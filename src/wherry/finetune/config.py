@@ -92,7 +92,7 @@ def build_config(options: Options, method: str, given: Mapping[str, Any] | None,
 
 
 def trainer_arguments(
-    options: Options, method: str, config: Config, sequence: int, steps: int, run_dir: Path,
+    options: Options, method: str, config: Config, sequence: int, run_dir: Path,
     *, cpu: bool, ranks: int, evaluates: bool,
 ) -> Any:  # fmt: skip
     """TRL's SFTConfig or DPOConfig."""
@@ -102,16 +102,13 @@ def trainer_arguments(
     known = {field.name for field in dataclasses.fields(cls) if field.init}
     sizes = config.batch(ranks)
     packing = options.packing or method == "pretrain"
-    every = options.eval_interval or max(1, -(-steps // EVALUATIONS))
     values: dict[str, Any] = {
         "output_dir": str(run_dir / "checkpoints"),
         "per_device_train_batch_size": sizes.micro,
         "per_device_eval_batch_size": sizes.micro,
         "gradient_accumulation_steps": sizes.accumulation,
-        "max_steps": steps,
         "learning_rate": config.optimizer.params.get("lr") if config.optimizer is not None else None,
         "max_grad_norm": config.gradient_clipping,
-        "warmup_steps": math.ceil(0.03 * steps) if options.warmup is None else options.warmup,
         "lr_scheduler_type": "cosine",
         "bf16": config.bf16.enabled,
         "fp16": config.fp16.enabled,
@@ -126,9 +123,7 @@ def trainer_arguments(
         "logging_steps": options.log_interval or (1 if cpu else 10),
         "logging_nan_inf_filter": False,
         "eval_strategy": "steps" if evaluates else "no",
-        "eval_steps": every,
         "save_strategy": "no" if options.no_save else "steps",
-        "save_steps": options.save_interval or steps,
         "save_total_limit": options.keep_last or 2,
         "report_to": [],
         "disable_tqdm": True,
@@ -150,3 +145,13 @@ def trainer_arguments(
         return cls(**(values | given))
     except (TypeError, ValueError) as error:
         raise WherryError(f"finetune: TRL's {cls.__name__} does not take its arguments: {error}") from error
+
+
+def set_length(args: Any, options: Options, rows: int, ranks: int) -> None:
+    """How long to train, once it is known how many rows there are: packed ones are fewer."""
+    of_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks
+    steps = options.steps or max(1, math.ceil((options.epochs or 1.0) * math.ceil(rows / of_step)))
+    args.max_steps = steps
+    args.warmup_steps = math.ceil(0.03 * steps) if options.warmup is None else options.warmup
+    args.eval_steps = options.eval_interval or math.ceil(steps / EVALUATIONS)
+    args.save_steps = options.save_interval or steps

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import shlex
-from collections.abc import Callable, Mapping
+import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from wherry.checkpoint.export import IN_RUN
 from wherry.errors import NonFiniteError, WherryError
@@ -16,7 +16,7 @@ from wherry.integrations.model_folder import FINISHED, opened
 from wherry.observe.log import logger
 
 if TYPE_CHECKING:
-    from wherry.finetune.place import Placed
+    from wherry.config import Config
     from wherry.parallel.topology import Topology
 
 T = TypeVar("T")
@@ -113,6 +113,14 @@ def _is_whole(folder: Path) -> bool:
     return any(folder.glob("rng_state*")) and folders.newest_whole(folder) is not None
 
 
+class _Settled(NamedTuple):
+    """The engine's config, what the plan has chosen of it, and bytes of a micro-batch's activations."""
+
+    config: Config
+    chosen: dict[str, Any]
+    activations: int
+
+
 class FineTuning:
     """The steps of a run, each of which needs what the ones before have found out."""
 
@@ -125,6 +133,7 @@ class FineTuning:
         from wherry.train.job import given_config
 
         transformers.logging.set_verbosity_error()  # what is to be told is told here
+        warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|trl|peft")
         transformers.logging.disable_progress_bar()
         datasets.disable_progress_bars()
         self.options, self.folder = options, folder
@@ -145,20 +154,15 @@ class FineTuning:
         options = self.options
         start = self._first(lambda: find_checkpoint(options))
         self.tokenizer = read_tokenizer(self.folder, "finetune")
-        if self.tokenizer.pad_token is None:
-            self.tokenizer.pad_token = self.tokenizer.eos_token
-        self._take_template()
+        self._complete_tokenizer()
         self.sequence = self._sequence()
         self.examples = self._examples()
         self.method = self.examples.method
         self._tell_data()
-        placed = self._first(self._placed)
-        self.config = placed.config
+        self.place = self._first(self._place if start is None else self._place_before)
+        self.config = self.place.config
         self.run_dir: Path = self._first(self._make_run_dir)
-        steps = self._steps()
-        model = load(self.folder, self._dtype(), self.name)
-        trainer = self._trainer(model, steps)
-        return self._train(trainer, placed, start)
+        return self._train(self._trainer(load(self.folder, self._dtype(), self.name)), start)
 
     def _first(self, work: Callable[[], T]) -> T:
         """Done by rank 0; what comes of it, or what is wrong, on every rank."""
@@ -174,26 +178,36 @@ class FineTuning:
 
     # What to train on, and where.
 
-    def _take_template(self) -> None:
+    def _complete_tokenizer(self) -> None:
+        """With what TRL would take it from its arguments, and what the model says where a tokenizer says nothing."""
         from wherry.finetune.config import split
 
-        file = split(self.options)[1]["sft"].get("chat_template_path")
-        if file is None:
-            return
-        try:
-            self.tokenizer.chat_template = Path(file).read_text(encoding="utf-8")
-        except OSError as error:
-            raise WherryError(f"--set sft.chat_template_path={file}: {error.strerror}") from None
+        given, tokenizer = split(self.options)[1]["sft"], self.tokenizer
+        end = _told(self.folder).get("eos_token_id")
+        if (named := given.get("eos_token")) is not None:
+            tokenizer.eos_token = named
+        elif tokenizer.eos_token is None and isinstance(end, int):
+            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+        if tokenizer.eos_token is None:
+            raise WherryError(
+                "finetune: neither the tokenizer nor the model's config has a token that ends a text; name one with "
+                "--set sft.eos_token=TOKEN"
+            )
+        if tokenizer.pad_token is None:
+            tokenizer.pad_token = tokenizer.eos_token
+        if (file := given.get("chat_template_path")) is not None:
+            try:
+                tokenizer.chat_template = Path(file).read_text(encoding="utf-8")
+            except OSError as error:
+                raise WherryError(f"--set sft.chat_template_path={file}: {error.strerror}") from None
 
     def _sequence(self) -> int:
-        from wherry.sources import find
-
-        longest = find(str(self.folder.absolute()))
-        most = _positions(self.folder) or longest.sequence
+        told = _told(self.folder)
+        most = told.get("max_position_embeddings") or told.get("n_positions") or DEFAULT_SEQUENCE
         asked = self.options.seq_length
         if asked is not None and asked > most:
             raise WherryError(f"--seq-length {asked}: the model has {most} positions")
-        return asked or min(DEFAULT_SEQUENCE, most)
+        return int(asked or min(DEFAULT_SEQUENCE, most))
 
     def _examples(self) -> Any:
         """Rank 0 first, which leaves what it has prepared in the cache."""
@@ -247,15 +261,18 @@ class FineTuning:
 
         return None if self.options.lora is None else lora_config(self.options.lora, split(self.options)[1]["lora"])
 
-    def _placed(self) -> Placed:
+    def _config(self) -> Config:
         from wherry.finetune.config import build_config
+
+        return build_config(self.options, self.method, self.given, bf16=self.bf16, ranks=self.comm.size)
+
+    def _place(self) -> _Settled:
         from wherry.finetune.place import as_table, place, source_for
         from wherry.observe.screen import Screen
         from wherry.plan.probe import disk_folder, this_machine
         from wherry.sources import find
 
-        options = self.options
-        config = build_config(options, self.method, self.given, bf16=self.bf16, ranks=self.comm.size)
+        options, config = self.options, self._config()
         rows = 2 if self.method == "dpo" else 1
         base = find(str(self.folder.absolute()))
         source = source_for(base, self._adapt(), rows, with_reference=self._has_reference())
@@ -264,7 +281,13 @@ class FineTuning:
             machine = this_machine(disk_folder(config, options.nvme_path), every_gpu=True)
             placed = place(config, source, machine, self.comm.size, self.sequence, options.nvme_path)
         screen.print(as_table(placed))
-        return placed
+        return _Settled(placed.config, dict(placed.values), placed.activations)
+
+    def _place_before(self) -> _Settled:
+        """Of a run that goes on: its file has what was chosen then."""
+        run = Path(self.options.run_dir or "") / "run.json"
+        told = json.loads(run.read_text(encoding="utf-8")) if run.exists() else {}
+        return _Settled(self._config(), {}, int(told.get("activations", 0)))
 
     def _make_run_dir(self) -> Path:
         from wherry.train.report import make_run_dir
@@ -277,34 +300,26 @@ class FineTuning:
 
         return self.config.working_dtype() or torch.float32
 
-    def _steps(self) -> int:
-        options, sizes = self.options, self.config.batch(self.comm.size)
-        if options.steps is not None:
-            return int(options.steps)
-        rows = len(self.examples.train)
-        per_epoch = max(1, rows // (sizes.micro * sizes.accumulation * self.comm.size))
-        return max(1, round((options.epochs or 1.0) * per_epoch))
-
     def _has_reference(self) -> bool:
         return self.method == "dpo" and self.options.lora is None
 
     # The trainer.
 
-    def _trainer(self, model: Any, steps: int) -> Any:
+    def _trainer(self, model: Any) -> Any:
         import torch
 
-        from wherry.finetune.config import trainer_arguments
+        from wherry.finetune.config import set_length, trainer_arguments
         from wherry.finetune.model import load
         from wherry.finetune.trainers import trainer_class
 
         arguments = trainer_arguments(
-            self.options, self.method, self.config, self.sequence, steps, self.run_dir,
+            self.options, self.method, self.config, self.sequence, self.run_dir,
             cpu=self.device.type == "cpu", ranks=self.comm.size, evaluates=self.examples.evaluation is not None,
         )  # fmt: skip
         torch.manual_seed(self.options.seed)
         # Of adapters the reference is the model without them.
         more = {"ref_model": load(self.folder, self._dtype(), self.name)} if self._has_reference() else {}
-        return trainer_class(self.method)(
+        trainer = trainer_class(self.method)(
             **more,
             model=model,
             args=arguments,
@@ -314,8 +329,10 @@ class FineTuning:
             peft_config=self._lora(),
             wherry_config=self.config,
         )
+        set_length(trainer.args, self.options, len(trainer.train_dataset), self.comm.size)
+        return trainer
 
-    def _train(self, trainer: Any, placed: Placed, start: Path | None) -> int:
+    def _train(self, trainer: Any, start: Path | None) -> int:
         from transformers.trainer_callback import PrinterCallback
 
         from wherry.finetune.following import Following
@@ -325,7 +342,7 @@ class FineTuning:
         stop, options = Stop(), self.options
         file = self.run_dir / "samples.jsonl" if self.chief else None
         samples = SampleAnswers(self.examples.prompts, self.tokenizer, self.sequence, file)
-        make = partial(self._report, trainer, placed, stop, start) if self.chief else None
+        make = partial(self._report, trainer, stop, start) if self.chief else None
         following = Following(trainer, stop, samples, make, saves=not options.no_save)
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(following)
@@ -365,26 +382,23 @@ class FineTuning:
         card = partial(card_of, self, trainer, following.outcome)
         write(trainer.engine, trainer, self.tokenizer, self.run_dir, dtype, card)
 
-    def _report(self, trainer: Any, placed: Placed, stop: Any, start: Path | None, steps: int) -> Any:
+    def _report(self, trainer: Any, stop: Any, start: Path | None, steps: int) -> Any:
         import yaml
 
         from wherry.finetune.report import facts_of, then_of
         from wherry.train.report import Report, Reported, count
 
         options = self.options
-        about = as_file(options, self._chosen(placed))
+        about = as_file(options, self.place.chosen)
         (self.run_dir / FILE).write_text(yaml.safe_dump(about, sort_keys=False), encoding="utf-8")
         how = "LoRA of" if options.lora is not None else "all of"
         title = f"{self.method}: {how} {Path(self.name).name} on {count(self.comm.size, 'rank')}"
         args = trainer.args
         run = Reported(
             title, self.run_dir, steps, options.log_interval, args.logging_steps,
-            facts_of(self, trainer, placed, start), placed.activations, {"options": about}, partial(then_of, self),
+            facts_of(self, trainer, start), self.place.activations, {"options": about}, partial(then_of, self),
         )  # fmt: skip
         return Report(trainer.engine, run, trainer.engine.config, stop)
-
-    def _chosen(self, placed: Placed) -> Mapping[str, Any]:
-        return placed.values
 
 
 def columns_of(text: str | None) -> dict[str, str]:
@@ -396,13 +410,7 @@ def columns_of(text: str | None) -> dict[str, str]:
     return found
 
 
-def _positions(folder: Path) -> int | None:
-    """How many tokens the model takes, as its config says."""
-    values = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    values = values.get("text_config") or values
-    found = values.get("max_position_embeddings") or values.get("n_positions")
-    return found if isinstance(found, int) else None
-
-
-def quoted(*words: object) -> str:
-    return " ".join(shlex.quote(str(word)) for word in words)
+def _told(folder: Path) -> dict[str, Any]:
+    """The model's config, or its part that is of text."""
+    values: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    return values.get("text_config") or values

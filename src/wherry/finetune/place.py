@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -115,13 +115,6 @@ def as_table(placed: Placed) -> Table:
             found.add_row(*cells, style="dim" if shown else "bold")
         shown.add(cells[:4])
     return found
-
-
-def said(placed: Placed) -> Iterator[str]:
-    found = placed.estimate
-    for use in found.uses:
-        if use.needed:
-            yield f"the {use.place} holds {use.words}"
 
 
 # The model as a plan runs it.

@@ -11,7 +11,6 @@ import torch
 
 import wherry
 from wherry.finetune.options import FILE
-from wherry.finetune.place import Placed
 from wherry.integrations.model_folder import FINISHED
 from wherry.plan.rates import device_name
 from wherry.train.loop import Ending, Outcome
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from wherry.finetune.job import FineTuning
 
 
-def facts_of(job: FineTuning, trainer: Any, placed: Placed, start: Path | None) -> Facts:
+def facts_of(job: FineTuning, trainer: Any, start: Path | None) -> Facts:
     sizes = job.config.batch(job.comm.size)
     rows = [count(sizes.micro, "row")]
     rows += [count(sizes.accumulation, "micro-batch", "es")] if sizes.accumulation > 1 else []
@@ -32,7 +31,7 @@ def facts_of(job: FineTuning, trainer: Any, placed: Placed, start: Path | None) 
         ("model", f"{job.name}: {whole:,} parameters, {trained:,} of them trained"),
         ("data", job.examples.source),
         ("batch", f"{' x '.join(rows)}, at most {job.sequence} tokens each"),
-        ("updates", f"{_optimizer(job)}, lr {trainer.args.learning_rate:g}, {placed.estimate.precision}"),
+        ("updates", f"{_optimizer(job)}, lr {trainer.args.learning_rate:g}, {job.config.working_precision()}"),
     ]
     cpu = f"CPU, {count(torch.get_num_threads(), 'thread')} a rank; its memory is the host's"
     facts.append(("device", cpu if job.device.type == "cpu" else device_name(job.device)))

@@ -95,7 +95,8 @@ def _config(config: GPTConfig, dtype: str) -> str:
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": config.tied,
         **dict.fromkeys(("attn_pdrop", "embd_pdrop", "resid_pdrop"), 0.0),
-        **dict.fromkeys(("bos_token_id", "eos_token_id")),
+        "bos_token_id": None,
+        "eos_token_id": 0,  # the byte that no text has
         "dtype": dtype,
     }
     return json.dumps(values, indent=2) + "\n"

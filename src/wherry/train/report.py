@@ -71,6 +71,7 @@ class Report:
         about = {
             **run.about,
             "title": run.title,
+            "activations": run.activations,
             "facts": run.facts,
             "placement": [list(row) for row in engine.placement.rows()],
             "ranks": engine.world_size,

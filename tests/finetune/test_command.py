@@ -1,0 +1,152 @@
+"""`wherry finetune` as its users have it: flags, files, what is told, and what is left in the run's folder."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from tests.finetune.tiny import make_folder, write_rows
+
+from wherry.cli.finetune import main
+from wherry.errors import WherryError
+from wherry.finetune.model import lora_config
+from wherry.finetune.options import parse
+
+RUN = ["--steps=4", "--lr=0.01", "--precision=fp32", "--batch-size=4", "--global-batch-size=8", "--eval-split=4"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, chat: Any, plain: Any) -> Path:
+    folder = tmp_path_factory.mktemp("command")
+    make_folder(folder / "plain", "llama", plain, torch.bfloat16)
+    make_folder(folder / "chat", "qwen", chat)
+    write_rows(folder)
+    rows = [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
+    with open(folder / "chat.jsonl", "w") as file:
+        for row in rows:
+            said = [("user", row["prompt"]), ("assistant", row["completion"])]
+            file.write(json.dumps({"messages": [{"role": who, "content": what} for who, what in said]}) + "\n")
+    return folder
+
+
+def refused(*words: str) -> str:
+    with pytest.raises(WherryError) as caught:
+        main(list(words))
+    return str(caught.value)
+
+
+# Flags and files.
+
+
+def test_a_file_has_the_flags_and_the_command_line_comes_over_it(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text(
+        "model: base\ndata: rows.jsonl\nsteps: 20\nlora: {r: 8, alpha: 4}\nstage: 2\n"
+        "set: {zero_optimization: {offload_optimizer: {device: cpu}}, bf16.enabled: true}\n"
+    )
+    options = parse([str(file), "--epochs", "2", "--offload_optimizer=none"])
+    assert (options.model, options.data, options.steps, options.epochs, options.stage) == (
+        "base",
+        "rows.jsonl",
+        None,
+        2,
+        2,
+    )
+    assert options.lora == "r=8,alpha=4" and options.settings == ["bf16.enabled=true"]
+    assert parse([str(file), "--full"]).lora is None
+    config = lora_config("r=8,alpha=4,target=q_proj+v_proj", {"bias": "none"})
+    assert (config.r, config.lora_alpha, config.target_modules) == (8, 4, {"q_proj", "v_proj"})
+
+
+def test_mistakes_are_told(folder: Path, tmp_path: Path) -> None:
+    model, rows = str(folder / "plain"), f"--data={folder / 'rows.jsonl'}"
+    file = tmp_path / "run.yaml"
+    file.write_text("modle: x\n")
+    assert 'modle: there is no such flag, did you mean "model"?' in refused(str(file))
+    assert "--data is missing" in refused(model)
+    assert "no such folder" in refused(str(folder / "plian"), rows)
+    assert "PEFT's LoraConfig has no rank" in refused(model, rows, "--lora=rank=3")
+    assert 'SFTConfig has no such argument, did you mean "neftune_noise_alpha"?' in refused(
+        model, rows, *RUN, "--set=sft.neftune_noise=3"
+    )
+    assert "give --lr" in refused(model, rows, *RUN, "--set=sft.learning_rate=3")
+    assert "--seq-length 500: the model has 128 positions" in refused(model, rows, "--seq-length=500")
+    assert "--resume auto" in refused(model, rows, "--resume=auto")
+    assert "which goes with sft" in refused(model, rows, "--method=dpo")
+
+
+def test_what_fits_nowhere_is_refused_before_it_is_loaded(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import dataclasses
+
+    from wherry.plan import probe
+    from wherry.plan.machines import known
+
+    small = dataclasses.replace(known("4090"), gpu_memory=1 << 20, host_memory=1 << 20)
+    monkeypatch.setattr(probe, "this_machine", lambda *_, **__: small)
+    told = refused(str(folder / "plain"), f"--data={folder / 'rows.jsonl'}", f"--run-dir={tmp_path / 'run'}")
+    assert "nothing fits" in told and "The smallest is" in told
+
+
+# A run.
+
+
+def test_all_weights(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    import transformers
+
+    run = tmp_path / "run"
+    assert main([str(folder / "plain"), f"--data={folder / 'rows.jsonl'}", f"--run-dir={run}", *RUN]) == 0
+    told = capfd.readouterr().out
+    assert "rows.jsonl: 48 rows, 44 to train on, 4 to evaluate on; prompt and completion" in told
+    assert re.search(r"masked +\w+ \d is\ntrained", told)  # what is trained on, apart
+    assert "weights" in told and "a step" in told and "step 4/4" in told and "at step 0 it says" in told
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    losses = [row["loss"] for row in found]
+    assert losses[-1] < losses[0] and sum("validation_loss" in row for row in found) == 4
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert {row["step"] for row in samples} == {0, 1, 2, 3, 4} and all(row["expected"] for row in samples)
+    assert "Samples" in (run / "report.html").read_text()
+    # The finished model: of the dtype that it came in, and as any other is loaded.
+    model, report = transformers.AutoModelForCausalLM.from_pretrained(run / "model", output_loading_info=True)
+    assert not any(report[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.dtype == torch.bfloat16 and model.config.use_cache
+    assert transformers.AutoTokenizer.from_pretrained(run / "model").eos_token
+    card = (run / "model" / "README.md").read_text()
+    assert "library_name: transformers" in card and "| steps | 4 of 8 rows" in card and str(tmp_path) not in card
+    # The file that repeats it.
+    again = yaml.safe_load((run / "finetune.yaml").read_text())
+    assert again["steps"] == 4 and again["set"]["zero_optimization.stage"] == 0
+    assert main([str(run / "finetune.yaml"), f"--run-dir={tmp_path / 'again'}"]) == 0
+    weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (run, tmp_path / "again")]
+    assert weights[0] == weights[1]
+
+
+def test_an_adapter_of_chats_answers(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    from wherry.cli.generate import main as generate
+
+    run = tmp_path / "run"
+    words = [str(folder / "chat"), f"--data={folder / 'chat.jsonl'}", f"--run-dir={run}", *RUN]
+    words += ["--steps=16", "--lr=0.05", "--samples=1"]
+    assert main([*words, "--lora=r=4", "--stage=3", "--offload-param=cpu"]) == 0
+    assert sorted(path.name for path in (run / "model").glob("adapter*")) == [
+        "adapter_config.json",
+        "adapter_model.safetensors",
+    ]
+    assert "library_name: peft" in (run / "model" / "README.md").read_text()
+    told = capfd.readouterr().out
+    command = re.search(r"wherry generate (\S+) '(.+)'", told)
+    assert command is not None and "<|im_start|>" not in command[2]  # as a user asks it
+    written = []
+    for prompt, *flags in (
+        [command[2]],
+        [f"<|im_start|>user\n{command[2]}<|im_end|>\n<|im_start|>assistant\n", "--raw"],
+    ):
+        assert generate([command[1], prompt, "--temperature=0", "--max-new-tokens=4", *flags]) == 0
+        written.append(capfd.readouterr().out.removeprefix(prompt).strip())
+    assert written[0] == written[1] != ""
