@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,8 @@ from wherry.engine import Engine
 from wherry.errors import WherryError
 from wherry.fake import faking
 from wherry.memory_report import check_room
+from wherry.nn.lazy_logits import LazyHead, why_not
+from wherry.nn.sequence_tiles import SequenceTiles
 from wherry.nn.tiled import tell_of_large_layers, tile_large_layers
 from wherry.observe.log import follow, say, warn
 from wherry.offload import Offload
@@ -233,7 +235,29 @@ def _build(
     if updater is not None:
         updater.attach(gradients)
         _share_rounded(updater, flats, topology)
-    return engine_class(model, offload, gatherer, gradients, updater)
+    engine = engine_class(model, offload, gatherer, gradients, updater)
+    _run_in_pieces(engine, model, config)
+    return engine
+
+
+def _run_in_pieces(engine: Engine, model: nn.Module, config: Config) -> None:
+    """Have the loss, MLPs and norms take less memory, as the config asks; undone with the engine's hooks."""
+    own, updater, window, hooks = config.wherry, engine._updater, engine._window, engine._hooks
+    if own.sequence_tiles is not None:
+        modules = [module for unit in engine.units if not unit.root for module in unit.modules]
+        hooks._handles += SequenceTiles(model, modules, own.sequence_tiles, units=modules).handles
+    if not own.chunked_loss:
+        return
+    if reason := why_not(model):
+        say("chunked_loss: the loss is computed from whole logits, as %s", reason)
+        return
+
+    def now() -> Hashable:
+        """Changes with the weights."""
+        in_backward = updater is not None and updater.in_backward
+        return None if engine.closed else (hooks._version, in_backward and window.backwards > 0 and window.complete)
+
+    hooks._handles += LazyHead(model, now).handles
 
 
 def _share_rounded(updater: Updater, flats: list[Flat], topology: topologies.Topology) -> None:

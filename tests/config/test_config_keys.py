@@ -97,7 +97,8 @@ def test_a_value_may_be_written_in_other_ways(path, value, becomes):
 @pytest.mark.parametrize("path", sorted(ACTING.keys() - APART))
 def test_auto_is_a_value_of_every_key(path):
     config = load(nested(path, "auto"))
-    if path in ("activation_checkpointing.policy", "wherry.update_on"):  # which have it as a choice of their own
+    # Which have it as a choice of their own.
+    if path in ("activation_checkpointing.policy", "wherry.sequence_tiles", "wherry.update_on"):
         assert at(config, path) == "auto"
         return
     assert at(config, path) == default_of(path)

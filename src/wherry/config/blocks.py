@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator
+from pydantic import BeforeValidator, WithJsonSchema
 
 from wherry.config.fields import (
     Bucket,
@@ -27,6 +27,7 @@ from wherry.config.fields import (
     to_dtype,
     uppered,
 )
+from wherry.config.problems import shown
 
 # --- zero_optimization ---
 
@@ -322,6 +323,22 @@ class CheckpointBlock(ConfigBlock):
     )
 
 
+def _pieces(value: Any) -> Any:
+    """A number of pieces, or "auto"."""
+    if isinstance(value, str) and value.lower() == "auto":
+        return "auto"
+    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 1 and value % 1 == 0:
+        return int(value)
+    raise ValueError(f'expected a number of pieces, 1 or more, or "auto", got {shown(value)}')
+
+
+Pieces = Annotated[
+    int | Literal["auto"],
+    BeforeValidator(_pieces),
+    WithJsonSchema({"anyOf": [{"type": "integer", "minimum": 1}, {"enum": ["auto"]}]}),
+]
+
+
 class ProfileBlock(ConfigBlock):
     steps: Steps | None = key(None, "Steps that a Chrome trace is made of on each rank: 5, or 5-7. Unset: none.")
     memory_step: Integer | None = key(
@@ -399,6 +416,18 @@ class Own(ConfigBlock):
         False,
         "Let initialize() cut a linear layer with more elements than stage3_max_live_parameters into tiles of at most "
         "half as many (wherry.nn.TiledLinear), at stage 3.",
+    )
+    chunked_loss: Flag = key(
+        False,
+        "Compute the cross-entropy of a language model of Transformers' kind from the states before its head, a tile "
+        "of logits at a time, where its forward is called with labels: the same loss and gradients, and the logits "
+        "never exist whole unless something else reads them. WherryTrainer turns it on unless it is false here.",
+    )
+    sequence_tiles: Pieces | None = key(
+        None,
+        "Run the MLPs of the model's blocks, and norms, over so many pieces of the sequence dim, each run again in the "
+        "backward, so that what is wide in them never exists for a whole sequence. auto: as many that a piece has no "
+        "more rows than the states are wide, and no wider tensor than all of them. Unset: whole.",
     )
     master: Annotated[Literal["auto", "whole", "split"], BeforeValidator(lowered)] = key(
         "auto",

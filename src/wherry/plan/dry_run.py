@@ -7,6 +7,7 @@ bytes. What it cannot know is what lies below tensors: the allocator's fragments
 from __future__ import annotations
 
 import copy
+import sys
 import time
 from collections import Counter, UserDict
 from collections.abc import Iterator, Mapping
@@ -177,6 +178,7 @@ def count(
                 f"{source.name}: a dry run needs the inputs of a micro-batch; let the callable return the model and "
                 "its inputs, as a tuple"
             )
+        end.enter_context(_rows_of_one_sequence())
         run = longest_run(model)
         if blocks is not None and run is not None:
             run.keep(blocks)
@@ -328,6 +330,22 @@ def _understood(name: str) -> Iterator[None]:
             f"{name}: its forward asks for the value of a tensor, and a dry run has none ({error}); keep such "
             "decisions out of the forward"
         ) from error
+
+
+@contextmanager
+def _rows_of_one_sequence() -> Iterator[None]:
+    """Transformers looks into a row's positions for where another sequence begins, and without values has to take it
+    that one may: a mask as large as the sequence squared, which no training of plain rows has."""
+    masks = sys.modules.get("transformers.masking_utils")
+    found = getattr(masks, "find_packed_sequence_indices", None)
+    if masks is None or found is None:
+        yield
+        return
+    masks.find_packed_sequence_indices = lambda *_, **__: None  # type: ignore[attr-defined]
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = found  # type: ignore[attr-defined]
 
 
 class WithLoss(nn.Module):

@@ -27,6 +27,8 @@ HOSTS_PRODUCTS = (
 )
 # Micro-batches that a search runs, to go by the straight line through them.
 NEAR, FAR = 1, 8
+# What one forward and backward does also goes by these keys.
+_OF_PASSES = {"unit_classes", "tile_linear", "chunked_loss", "sequence_tiles"}
 
 
 class Forecast(NamedTuple):
@@ -170,7 +172,7 @@ class Forecaster:
         key = policy, config.working_precision(), micro, grid
         if key not in self._runs:
             tree = config.written | {"zero_optimization": {}}
-            tree["wherry"] = config.wherry.model_dump(include={"unit_classes", "tile_linear"})
+            tree["wherry"] = config.wherry.model_dump(include=_OF_PASSES)
             plain = with_window(configs.load(tree), 1, 1, micro)
             counts = self._made(plain, 1, grid, apart=1, updates=False)
             self._runs[key] = Forecast(counts, self._computing(counts, plain))
