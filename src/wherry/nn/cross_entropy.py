@@ -48,7 +48,7 @@ def chunked_cross_entropy(
 
     >>> hidden, weight = torch.ones(2, 3, 4), torch.eye(8, 4)
     >>> chunked_cross_entropy(hidden, weight, torch.zeros(2, 3, dtype=torch.long))
-    tensor(1.6201)
+    tensor(1.6996)
     """
     _check(hidden, weight, labels, bias, reduction)
     if labels.device.type == "cpu" and not is_fake(labels):
