@@ -351,9 +351,12 @@ def test_everything_of_an_odd_model(tmp_path: Path, stage: int) -> None:
         return state_of(engine)
 
     def go_on(engine: Any, comm: Comm) -> Any:
-        engine.module.codes.data.zero_()
+        codes = engine.module.codes
+        with wherry.gathered([codes], modifier_rank=0):
+            codes.data.zero_()
         engine.load_checkpoint(tmp_path)
-        assert engine.module.calls == 3 and engine.module.codes.tolist() == [0, 1, 2, 3, 4]
+        with wherry.gathered([codes]):
+            assert engine.module.calls == 3 and codes.tolist() == [0, 1, 2, 3, 4]
         states = state_of(engine)
         engine.load_checkpoint(tmp_path, tag="small")
         assert_same(states, state_of(engine))
