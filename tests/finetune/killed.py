@@ -65,7 +65,7 @@ def run() -> None:
     words = [
         str(folder / "llama"),
         f"--data={folder / 'rows.jsonl'}",
-        f"--steps={2 * times + 4}",
+        f"--steps={8 * times}",
         "--save-interval=1",
         "--stage=3",
     ]
@@ -78,7 +78,7 @@ def run() -> None:
         child = start(again, folder / "killed.txt")
         while newest(folder / "killed") <= steps[-1] and os.waitid(os.P_PID, child, NOT_YET) is None:
             time.sleep(0.005)
-        time.sleep(draw.uniform(0, 0.5))  # in the midst of a save, of a step, of what comes between
+        time.sleep(draw.uniform(0, 0.15))  # in the midst of a save, of a step, of what comes between
         os.kill(child, signal.SIGKILL)
         if ended(child) == 0:  # it was quicker
             break
