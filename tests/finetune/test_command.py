@@ -125,6 +125,11 @@ def test_all_weights(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[
     assert main([str(run / "finetune.yaml"), f"--run-dir={tmp_path / 'again'}"]) == 0
     weights = [(folder / "model" / "model.safetensors").read_bytes() for folder in (run, tmp_path / "again")]
     assert weights[0] == weights[1]
+    # It goes on in its own folder, and nothing is planned anew.
+    capfd.readouterr()
+    assert main(["--resume", str(run), "--steps=5"]) == 0
+    assert json.loads((run / "summary.json").read_text())["steps"] == 5
+    assert "a step" not in capfd.readouterr().out
 
 
 def test_an_adapter_of_chats_answers(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:

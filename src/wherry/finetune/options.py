@@ -135,6 +135,7 @@ def parse(argv: list[str]) -> Options:
             if any(getattr(given, each) for each in rivals) or (given.lora is not None and "lora" in rivals):
                 named = [word for word in named if not word.startswith(tuple(f"--{each}" for each in rivals))]
         options = build_parser().parse_args([*named, *words])
+        options.run_dir = given.run_dir
         options.model = in_file.model = values.get("model") if given.model in (None, str(file)) else given.model
         # A flag of the command line comes over what the file sets.
         over = set(keys_of(given, FLAGS))
@@ -164,6 +165,8 @@ def _file_of(given: Options) -> Path | None:
         return None
     start = Path(given.run_dir or "") if given.resume == "auto" else Path(given.resume)
     found = next((folder / FILE for folder in (start, *start.parents[:2]) if (folder / FILE).exists()), None)
+    if found is None and given.model is None:
+        raise WherryError(f"--resume {given.resume}: there is no run of `wherry finetune` in it, which has a {FILE}")
     if found is not None and given.run_dir is None:
         given.run_dir = str(found.parent)
     return found

@@ -31,7 +31,10 @@ def facts_of(job: FineTuning, trainer: Any, start: Path | None) -> Facts:
         ("model", f"{job.name}: {whole:,} parameters, {trained:,} of them trained"),
         ("data", job.examples.source),
         ("batch", f"{' x '.join(rows)}, at most {job.sequence} tokens each"),
-        ("updates", f"{_optimizer(job)}, lr {trainer.args.learning_rate:g}, {job.config.working_precision()}"),
+        (
+            "updates",
+            f"{_optimizer(job)}, lr {trainer.args.learning_rate:g}, {job.config.working_precision() or 'fp32'}",
+        ),
     ]
     cpu = f"CPU, {count(torch.get_num_threads(), 'thread')} a rank; its memory is the host's"
     facts.append(("device", cpu if job.device.type == "cpu" else device_name(job.device)))
