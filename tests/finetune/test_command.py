@@ -127,8 +127,10 @@ def test_all_weights(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[
     assert weights[0] == weights[1]
     # It goes on in its own folder, and nothing is planned anew.
     capfd.readouterr()
-    assert main(["--resume", str(run), "--steps=5"]) == 0
-    assert json.loads((run / "summary.json").read_text())["steps"] == 5
+    assert main(["--resume", str(run), "--steps=13", "--eval-interval=4"]) == 0
+    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in found if "validation_loss" in row] == [8, 12, 13]  # also shortly before the end
+    assert json.loads((run / "summary.json").read_text())["steps"] == 13
     assert "a step" not in capfd.readouterr().out
 
 

@@ -20,9 +20,18 @@ class Following(TrainerCallback):
     """Follows a trainer. Every rank has one; rank 0's makes a `report`, of so many steps, when the engine is there."""
 
     def __init__(
-        self, trainer: Any, stop: Stop, samples: SampleAnswers, report: Callable[[int], Report] | None, saves: bool
+        self,
+        trainer: Any,
+        stop: Stop,
+        samples: SampleAnswers,
+        report: Callable[[int], Report] | None,
+        *,
+        saves: bool,
+        evaluates_often: bool,
     ) -> None:
         self.trainer, self.stop, self.samples, self.saves = trainer, stop, samples, saves
+        # As asked for; else an evaluation shortly before the last one is left out.
+        self.evaluates_often = evaluates_often
         self.report: Report | None = None
         self.outcome = Outcome()
         self._make_report = report
@@ -34,6 +43,8 @@ class Following(TrainerCallback):
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._first = self._logged_step = self.outcome.steps = state.global_step
+        for name in ("eval_steps", "save_steps", "logging_steps"):  # a resumed trainer has its checkpoint's
+            setattr(state, name, getattr(args, name))
         if self._make_report is not None:
             self.report = self._make_report(state.max_steps)
         if state.global_step == 0:
@@ -56,8 +67,8 @@ class Following(TrainerCallback):
         elif state.global_step == state.max_steps:
             control.should_save = self.saves  # and evaluated, whatever the intervals are
             control.should_evaluate = self.trainer.eval_dataset is not None
-        elif state.max_steps - state.global_step < args.eval_steps // 2:
-            control.should_evaluate = False  # the last one is near
+        elif not self.evaluates_often and state.max_steps - state.global_step < args.eval_steps // 2:
+            control.should_evaluate = False
 
     def on_log(self, args: Any, state: Any, control: Any, logs: dict[str, Any] | None = None, **_: Any) -> None:
         if logs is None or "loss" not in logs:

@@ -343,7 +343,9 @@ class FineTuning:
         file = self.run_dir / "samples.jsonl" if self.chief else None
         samples = SampleAnswers(self.examples.prompts, self.tokenizer, self.sequence, file)
         make = partial(self._report, trainer, stop, start) if self.chief else None
-        following = Following(trainer, stop, samples, make, saves=not options.no_save)
+        following = Following(
+            trainer, stop, samples, make, saves=not options.no_save, evaluates_often=bool(options.eval_interval)
+        )
         trainer.remove_callback(PrinterCallback)
         trainer.add_callback(following)
         outcome = following.outcome
