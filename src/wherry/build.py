@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -21,6 +21,7 @@ from wherry.engine import Engine
 from wherry.errors import WherryError
 from wherry.fake import faking
 from wherry.memory_report import check_room
+from wherry.nn.context_parallel import ContextParallel
 from wherry.nn.lazy_logits import LazyHead, why_not
 from wherry.nn.sequence_tiles import SequenceTiles
 from wherry.nn.tiled import tell_of_large_layers, tile_large_layers
@@ -82,6 +83,7 @@ def initialize(
     resolved = resolve_config(config, config_params, args)
     topology = topologies.find(mesh, timeout=resolved.wherry.timeout_s)
     try:
+        resolved = _with_context(resolved, topology)
         # First of all, as ranks that differ may hang in any collective after this.
         agree(topology, everywhere=_described(resolved, topology, training_data), part=model_described(model))
         topology = _divided(topology, resolved)
@@ -241,23 +243,17 @@ def _build(
 
 
 def _run_in_pieces(engine: Engine, model: nn.Module, config: Config) -> None:
-    """Have the loss, MLPs and norms take less memory, as the config asks; undone with the engine's hooks."""
-    own, updater, window, hooks = config.wherry, engine._updater, engine._window, engine._hooks
+    """Have the loss, MLPs, norms and the sequence itself take less memory, as the config asks."""
+    own, context = config.wherry, engine.topology.context
+    if context.size > 1:
+        engine.keep(ContextParallel(model, context).handles)
     if own.sequence_tiles is not None:
         modules = [module for unit in engine.units if not unit.root for module in unit.modules]
-        hooks._handles += SequenceTiles(model, modules, own.sequence_tiles, units=modules).handles
-    if not own.chunked_loss:
-        return
-    if reason := why_not(model):
+        engine.keep(SequenceTiles(model, modules, own.sequence_tiles, units=modules).handles)
+    if own.chunked_loss and (reason := why_not(model)):
         say("chunked_loss: the loss is computed from whole logits, as %s", reason)
-        return
-
-    def now() -> Hashable:
-        """Changes with the weights."""
-        in_backward = updater is not None and updater.in_backward
-        return None if engine.closed else (hooks._version, in_backward and window.backwards > 0 and window.complete)
-
-    hooks._handles += LazyHead(model, now).handles
+    elif own.chunked_loss:
+        engine.keep(LazyHead(model, engine.weights_version).handles)
 
 
 def _share_rounded(updater: Updater, flats: list[Flat], topology: topologies.Topology) -> None:
@@ -312,10 +308,26 @@ def without_layer_major(config: Config, caller: str) -> Config:
     return configs.load(config, overrides={"wherry.accumulation": "step_major"})
 
 
+def _with_context(config: Config, topology: topologies.Topology) -> Config:
+    """The config with as many ranks on a sequence as the mesh has."""
+    of_mesh, asked = topology.context.size, config.wherry.context_parallel
+    if of_mesh == 1:
+        return config
+    if asked not in (1, of_mesh):
+        raise WherryError(
+            f"wherry.context_parallel: {asked}, and the mesh has {of_mesh} ranks along its axis for the sequence; "
+            "leave the key out"
+        )
+    return configs.load(config, overrides={"wherry.context_parallel": of_mesh})
+
+
 def _divided(topology: topologies.Topology, config: Config) -> topologies.Topology:
     """The data axis cut into the groups that the config asks for."""
     if config.zero_optimization.mics_shard_size != -1 or topology.group is None:
         topology = topology.divided(config.shard_ranks(topology.data.size))
+    if topology.context.size == 1:
+        together = topology.data.size // config.readers(topology.data.size)
+        topology = replace(topology, context=topology.data.within(together))
     size, shards = config.zero_optimization.zero_hpz_partition_size, topology.shards
     if size == 1 or not config.placement().parameters.partitioned:
         return topology

@@ -142,7 +142,6 @@ def make_dataloader(
             f"training_data: expected samples with a length and an index, to share them out over the ranks, got "
             f"{type(data).__name__}; iterate over a loader or a stream of your own instead, on each rank over its part"
         )
-    shares = EpochSampler(
-        data, num_replicas=engine.comm.size, rank=engine.comm.rank, shuffle=shuffle, drop_last=drop_last
-    )
+    rank, ranks = engine.topology.readers
+    shares = EpochSampler(data, num_replicas=ranks, rank=rank, shuffle=shuffle, drop_last=drop_last)
     return EpochLoader(data, shares, **options)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from functools import partial, update_wrapper
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from wherry import memory_report
 from wherry.activations import build as activations
@@ -99,6 +100,7 @@ class Engine(nn.Module):
         self._window = Window(
             config.batch(self.comm.size),
             self.comm.size,
+            together=topology.context.size,
             layer_major=major,
             managed=config.managed_gradient_accumulation,
             summed=config.gradient_allreduce_op == "sum",
@@ -371,6 +373,17 @@ class Engine(nn.Module):
             updater.flush()
             self._compare_ranks(f"step {self.global_steps}")
         return self._applied
+
+    def keep(self, handles: Iterable[RemovableHandle]) -> None:
+        """Undo these with the engine's own hooks."""
+        self._hooks._handles += handles
+
+    def weights_version(self) -> Hashable:
+        """Changes with the weights; None once there are none."""
+        if self.closed:
+            return None
+        updated = self._updater is not None and self._updater.in_backward and self._window.backwards > 0
+        return self._hooks._version, updated and self._window.complete
 
     # The accumulation window.
 

@@ -15,16 +15,24 @@ if TYPE_CHECKING:
 class Window:
     """How far the window under way has come. One for the life of an engine: `reset` begins the next.
 
-    `batch` has its size, on so many `ranks`. Micro-batches are counted twice: by their backwards, and by the calls of
-    `step`. A loop may call `step` once for several backwards, or learn of the boundary before the backward of its last
-    micro-batch.
+    `batch` has its size, on so many `ranks`, of which `together` have the same samples. Micro-batches are counted
+    twice: by their backwards, and by the calls of `step`. A loop may call `step` once for several backwards, or learn
+    of the boundary before the backward of its last micro-batch.
     """
 
     def __init__(
-        self, batch: BatchSizes, ranks: int, *, layer_major: bool = False, managed: bool = True, summed: bool = False
+        self,
+        batch: BatchSizes,
+        ranks: int,
+        *,
+        together: int = 1,
+        layer_major: bool = False,
+        managed: bool = True,
+        summed: bool = False,
     ) -> None:
         self.batch = batch
         self.ranks = ranks
+        self._readers = ranks // together
         # Whether micro-batches are counted, to `batch.accumulation`; else every step ends the window.
         self.managed = managed
         # Whether gradients are summed over ranks, and not averaged.
@@ -134,7 +142,7 @@ class Window:
     @property
     def samples(self) -> int:
         """How many samples, over all ranks, its update counts for."""
-        return self.batch.train if self.managed else self.batch.micro * self.ranks * self.backwards
+        return self.batch.train if self.managed else self.batch.micro * self._readers * self.backwards
 
     # Whole windows.
 
@@ -185,11 +193,11 @@ class Window:
 
     def of_train_batch(self, train: int) -> BatchSizes:
         """The sizes where an update is of so many samples, with the micro-batch as it is."""
-        micro, share = self.batch.micro, self.batch.micro * self.ranks
+        micro, share = self.batch.micro, self.batch.micro * self._readers
         if train < share or train % share:
             raise WherryError(
-                f"set_train_batch_size: expected a multiple of {share} (micro-batch {micro} x {self.ranks} ranks), got "
-                f"{train}"
+                f"set_train_batch_size: expected a multiple of {share} (micro-batch {micro} x {self._readers} ranks), "
+                f"got {train}"
             )
         return type(self.batch)(train, micro, train // share)
 
@@ -198,7 +206,7 @@ class Window:
         if micro < 1:
             raise WherryError(f"set_train_micro_batch_size: expected 1 or more, got {micro}")
         accumulation = self.batch.accumulation
-        return type(self.batch)(micro * accumulation * self.ranks, micro, accumulation)
+        return type(self.batch)(micro * accumulation * self._readers, micro, accumulation)
 
     def resize(self, batch: BatchSizes) -> None:
         self.batch = batch

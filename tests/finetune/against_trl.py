@@ -1,7 +1,7 @@
 """A program of the tests: the trainings of `wherry finetune`, and without Wherry. `against_trl.py FOLDER CASES OUT`.
 
-Each case is "model how method stage tier", or "model how method plain PARTS". Rank 0 writes losses and gradient norms
-by case.
+Each case is "model how method stage tier", behind which may stand how many ranks share a row, or "model how method
+plain PARTS". Rank 0 writes losses and gradient norms by case.
 """
 
 from __future__ import annotations
@@ -29,10 +29,16 @@ STEPS, ROWS = 3, 8
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def options_of(folder: Path, how: str, method: str, stage: str, tier: str) -> Namespace:
+def options_of(folder: Path, how: str, method: str, stage: str, tier: str, together: str = "1") -> Namespace:
     data = folder / ("pairs.jsonl" if method == "dpo" else "rows.jsonl")
     words = ["model", f"--data={data}", f"--steps={STEPS}", f"--stage={stage}", "--precision=fp32", "--seed=3"]
-    words += [f"--batch-size={ROWS // WORLD}", f"--global-batch-size={ROWS}", "--lr=0.01", "--log-interval=1"]
+    words += [
+        f"--batch-size={ROWS * int(together) // WORLD}",
+        f"--context-parallel={together}",
+        f"--global-batch-size={ROWS}",
+        "--lr=0.01",
+        "--log-interval=1",
+    ]
     words += ["--no-save", "--eval-interval=1000", "--lr-warmup-iters=0", "--clip-grad=0.5"]
     words += ["--lora=r=4"] if how == "lora" else []
     words += [f"--offload-optimizer={tier}"] + ([f"--offload-param={tier}"] if stage == "3" else [])
@@ -59,7 +65,7 @@ def ours(folder: Path, model: str, options: Namespace, method: str) -> Any:
         peft_config=lora_config(options.lora, {}) if options.lora else None,
     )  # fmt: skip
     assert any(parameter.is_meta for parameter in trainer.model.parameters())  # nothing is loaded yet
-    set_length(trainer.args, options, 48, WORLD)
+    set_length(trainer.args, options, 48, config.readers(WORLD))
     trainer.train()
     trainer.engine.close()
     if reference:
@@ -98,12 +104,12 @@ def main() -> None:
     for case in cases:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
-        model, how, method, stage, tier = case.split()
+        model, how, method, stage, *more = case.split()
         if stage == "plain":
             options = options_of(folder, how, method, "2", "none")
-            found[case] = plain(folder, model, options, method, parts=int(tier))
+            found[case] = plain(folder, model, options, method, parts=int(more[0]))
         else:
-            found[case] = ours(folder, model, options_of(folder, how, method, stage, tier), method)
+            found[case] = ours(folder, model, options_of(folder, how, method, stage, *more), method)
     if os.environ.get("RANK", "0") == "0":
         out.write_text(json.dumps(found))
 

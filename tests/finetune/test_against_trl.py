@@ -56,6 +56,20 @@ def oracle(model: str, ranks: int) -> int:
 def test_losses_are_those_of_trl(folder: Path, without: dict[str, list[list[float]]], ranks: int) -> None:
     cases = [" ".join((*training, *placed(number + 3 * ranks))) for number, training in enumerate(TRAININGS)]
     found = run(folder, cases, ranks, f"on-{ranks}")
+    check(found, without, ranks)
+
+
+@pytest.mark.parametrize(("ranks", "together"), [(2, 2), (4, 2)])
+def test_rows_that_ranks_share_have_the_losses_of_trl(
+    folder: Path, without: dict[str, list[list[float]]], ranks: int, together: int
+) -> None:
+    """But for experts, whose own loss would be of each part."""
+    trainings = [f"{model} {how} sft" for model in MODELS[:3] for how in ("full", "lora")]
+    cases = [f"{training} {' '.join(placed(number + ranks))} {together}" for number, training in enumerate(trainings)]
+    check(run(folder, cases, ranks, f"shared-{ranks}"), without, 1)
+
+
+def check(found: dict[str, list[list[float]]], without: dict[str, list[list[float]]], ranks: int) -> None:
     for case, losses in found.items():
         model, how, method = case.split()[:3]
         expected = without[f"{model} {how} {method} plain {oracle(model, ranks)}"]

@@ -302,6 +302,25 @@ def test_groups_of_ranks_by_the_mesh_and_by_the_config(four: Pool) -> None:
             assert "reduce_scatter" not in counted[""]
 
 
+def along_a_sequence(rank: int, mesh: bool) -> Any:
+    """Two ranks on each sequence: as the mesh says, or as the config does."""
+    from tests.integrations import test_context_parallel as shared
+
+    axes = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "cp")) if mesh else None
+    return shared.train(shared.model_of("llama"), 1 if mesh else 2, {}, {"stage": 3}, axes)
+
+
+def test_ranks_share_a_sequence_by_the_mesh_and_by_the_config(four: Pool) -> None:
+    shared = pytest.importorskip("tests.integrations.test_context_parallel")
+    losses, weights = shared.plain(shared.model_of("llama"), 2)
+    for mesh in (True, False):
+        for found, state, exchanged, _ in four.run(along_a_sequence, mesh):
+            assert exchanged == shared.STEPS * 2 * 8
+            assert len(found) == len(losses)
+            for name, tensor in (state or {}).items():
+                torch.testing.assert_close(tensor, weights[name], atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
 def test_four_processes_share_the_data_alone(four: Pool, stage: int) -> None:
     """No other axis than that of the data, in as many processes; without a mesh and with one."""

@@ -429,6 +429,14 @@ class Own(ConfigBlock):
         "backward, so that what is wide in them never exists for a whole sequence. auto: as many that a piece has no "
         "more rows than the states are wide, and no wider tensor than all of them. Unset: whole.",
     )
+    context_parallel: Integer = key(
+        1,
+        "Ranks that share the sequence of the same samples: each has a part of it, and in attention, which sees all "
+        "of it, a part of the heads. For causal language models of Transformers that are called with labels, with "
+        "attention of sdpa or eager. States are partitioned over all data-parallel ranks; batch sizes count a sample "
+        "once. A mesh with an axis cp says the same.",
+        ge=1,
+    )
     master: Annotated[Literal["auto", "whole", "split"], BeforeValidator(lowered)] = key(
         "auto",
         "How fp32 master weights rest: whole, or split into the bf16 working weight and the lower 16 bits, "

@@ -135,6 +135,9 @@ def _own(config: Config, draft: Draft) -> Iterator[Finding]:
             yield ("wherry", "accumulation"), message
     if policy == "in_backward" and config.scales_loss():
         yield own, 'in_backward excludes fp16, whose steps are skipped on overflow; use bf16, or "before_use"'
+    if config.wherry.context_parallel > 1 and config.gradient_allreduce_op == "sum":
+        message = "ranks that share a sequence have its mean gradient together, which a sum has several times"
+        yield ("wherry", "context_parallel"), f'{message}; set gradient_allreduce_op to "mean"'
     nonfinite = config.wherry.nonfinite
     if nonfinite in ("skip", "raise") and config.bf16.enabled and not config.bf16.check_grad_overflow:
         yield ("wherry", "nonfinite"), f"is {nonfinite}, but bf16.check_grad_overflow is false; remove one of the two"

@@ -202,6 +202,7 @@ class Config(ConfigBlock):
         """
         if dp_world_size < 1:
             raise ValueError(f"dp_world_size: expected 1 or more, got {dp_world_size}")
+        dp_world_size = self.readers(dp_world_size)
         train, micro = self.train_batch_size, self.train_micro_batch_size_per_gpu
         accumulation = self.gradient_accumulation_steps
         one = micro or (max(1, train // ((accumulation or 1) * dp_world_size)) if train else 1)
@@ -211,6 +212,16 @@ class Config(ConfigBlock):
             source = self._draft.source
             raise config_error([Problem(TRAIN, source.lines.of((TRAIN,)), message)], source.name)
         return BatchSizes(one * many * dp_world_size, one, many)
+
+    def readers(self, dp_world_size: int) -> int:
+        """How many of so many data-parallel ranks read different samples."""
+        together = self.wherry.context_parallel
+        if dp_world_size % together:
+            raise ConfigError(
+                f"wherry.context_parallel: {together} does not divide the {dp_world_size} data-parallel ranks; give a "
+                "divisor of their number"
+            )
+        return dp_world_size // together
 
     def shard_ranks(self, dp_world_size: int) -> int:
         """How many of so many data-parallel ranks share out one copy of what is partitioned.

@@ -84,11 +84,24 @@ def build_config(options: Options, method: str, given: Mapping[str, Any] | None,
     on_disk = any("nvme" in str(zero.get(f"offload_{name}")) for name in ("optimizer", "param"))
     if options.nvme_path is not None and on_disk:  # else the plan may choose it
         name_the_disk(config, options.nvme_path)
+    ranks = _readers(config, method, ranks)
     if all(config.get(name) in (None, "auto") for name in _SIZES):
         micro = config.get("train_micro_batch_size_per_gpu")
         least = ranks * micro if isinstance(micro, int) else ranks
         config["train_batch_size"] = math.ceil(ROWS / least) * least
     return load(config)
+
+
+def _readers(config: Mapping[str, Any], method: str, ranks: int) -> int:
+    """How many of the ranks have different rows."""
+    together = (config.get("wherry") or {}).get("context_parallel", 1)
+    if together == 1 or not isinstance(together, int):
+        return ranks
+    if method == "dpo":
+        raise WherryError(
+            "--context-parallel: dpo compares whole rows, and ranks that share rows have their parts; leave it out"
+        )
+    return max(1, ranks // together)
 
 
 def trainer_arguments(
@@ -131,6 +144,8 @@ def trainer_arguments(
     }
     if method == "dpo":
         del values["packing"]
+    if config.wherry.context_parallel > 1:
+        values["packing_strategy"] = "wrapped"  # borders between documents are not known to a part of a row
     _, theirs = split(options)
     given = theirs["dpo" if method == "dpo" else "sft"]
     for name in given:

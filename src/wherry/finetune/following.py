@@ -76,7 +76,8 @@ class Following(TrainerCallback):
         self._tell()
         now, step = time.perf_counter(), state.global_step
         took = (now - self._logged) / max(1, step - self._logged_step)
-        self._tokens = int(logs.get("num_tokens", 0) or 0)
+        # TRL counts those of ranks with the same rows once for each.
+        self._tokens = int(logs.get("num_tokens", 0) or 0) // self.trainer.get_cp_size()
         loss, norm = float(logs["loss"]), logs.get("grad_norm")
         steps = max(1, step - self._logged_step)
         if self._logged_step == self._first and self._first:  # a resumed trainer may count from where it was

@@ -300,6 +300,11 @@ class FineTuning:
 
         return self.config.working_dtype() or torch.float32
 
+    @property
+    def readers(self) -> int:
+        """Ranks that have different rows."""
+        return self.config.readers(self.comm.size)
+
     def _has_reference(self) -> bool:
         return self.method == "dpo" and self.options.lora is None
 
@@ -329,7 +334,7 @@ class FineTuning:
             peft_config=self._lora(),
             wherry_config=self.config,
         )
-        set_length(trainer.args, self.options, len(trainer.train_dataset), self.comm.size)
+        set_length(trainer.args, self.options, len(trainer.train_dataset), self.readers)
         return trainer
 
     def _train(self, trainer: Any, start: Path | None) -> int:

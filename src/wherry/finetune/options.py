@@ -11,7 +11,7 @@ from typing import Any
 from wherry.config.problems import Parser, did_you_mean
 from wherry.errors import WherryError
 from wherry.train.options import FLAGS as OF_TRAIN
-from wherry.train.options import Flag, Options, dashed, flag, keys_of, none_or_more
+from wherry.train.options import Flag, Options, dashed, flag, keys_of, none_or_more, positive
 
 FILE = "finetune.yaml"
 """In a run's folder: what repeats the run."""
@@ -74,6 +74,8 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         _shared("stage", help="ZeRO stage (default: by the plan)"),
         _shared("offload_optimizer", help="where optimizer state rests (default: by the plan)"),
         _shared("offload_param", help="where weights rest, at stage 3 (default: by the plan)"),
+        flag("--context-parallel", type=positive, key="wherry.context_parallel",
+             help="ranks that share each row, of which each has a part (default: 1)"),
         _shared("nvme_path", help="the folder on disk for what rests there, which the plan then may choose too"),
         _shared("host_memory"),
         _shared("config"),

@@ -24,13 +24,15 @@ def facts_of(job: FineTuning, trainer: Any, start: Path | None) -> Facts:
     sizes = job.config.batch(job.comm.size)
     rows = [count(sizes.micro, "row")]
     rows += [count(sizes.accumulation, "micro-batch", "es")] if sizes.accumulation > 1 else []
-    rows += [count(job.comm.size, "rank")] if job.comm.size > 1 else []
+    rows += [count(job.readers, "rank")] if job.readers > 1 else []
+    together = job.comm.size // job.readers
+    shared = f", each shared by {together} ranks" if together > 1 else ""
     trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     whole = sum(p.numel() for p in trainer.model.parameters())
     facts = [
         ("model", f"{job.name}: {whole:,} parameters, {trained:,} of them trained"),
         ("data", job.examples.source),
-        ("batch", f"{' x '.join(rows)}, at most {job.sequence} tokens each"),
+        ("batch", f"{' x '.join(rows)}, at most {job.sequence} tokens each{shared}"),
         (
             "updates",
             f"{_optimizer(job)}, lr {trainer.args.learning_rate:g}, {job.config.working_precision() or 'fp32'}",
@@ -87,7 +89,7 @@ def card_of(job: FineTuning, trainer: Any, outcome: Outcome) -> str:
     head = ["---", *([f"base_model: {job.name}"] if named else [])]
     head += [f"library_name: {'peft' if adapter else 'transformers'}", "pipeline_tag: text-generation"]
     head += ["tags:", "- wherry", "- trl", f"- {job.method}", *(["- lora"] if adapter else []), "---"]
-    size = args.train_batch_size * args.gradient_accumulation_steps * job.comm.size
+    size = args.train_batch_size * args.gradient_accumulation_steps * job.readers
     versions = f"Wherry {wherry.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
     rows = [
         ("base model", job.name if named else Path(job.name).name),

@@ -19,15 +19,18 @@ from typing import Any
 
 import torch
 import transformers
+from accelerate.data_loader import prepare_data_loader
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DynamoBackend
 from torch import nn
+from torch.utils.data import DataLoader
 
 from wherry import config as configs
 from wherry.build import initialize, without_layer_major
 from wherry.config import Config
 from wherry.engine import Engine
 from wherry.errors import ConfigError, WherryError
+from wherry.nn.context_parallel import IGNORED, whole_loss
 from wherry.nn.lazy_logits import why_not
 from wherry.parallel import topology
 from wherry.placement import Tier
@@ -91,6 +94,8 @@ class WherryMixin:
     optimizer: Any
     state: Any
     push_to_hub: Any
+    label_smoother: Any
+    compute_loss_func: Any
     _save: Any
 
     def __init__(self, *args: Any, wherry_config: Source = None, **kwargs: Any) -> None:
@@ -110,6 +115,8 @@ class WherryMixin:
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
         self.accelerator.prepare_model = self._prepare_model
+        if self.get_cp_size() > 1:
+            self.accelerator.prepare_data_loader = self._prepare_data_loader
 
     def _prepare_model(self, model: nn.Module, *args: Any, evaluation_mode: bool = False, **kwargs: Any) -> nn.Module:
         """Accelerate's own; but a second model, as TRL's reference, rests where the first one does, in an engine."""
@@ -186,6 +193,80 @@ class WherryMixin:
         """Accelerate's own, which knows its own wrappers. A Trainer asks the model's class how to compute its loss."""
         inner = model.module if isinstance(model, Engine) else model
         return type(self.accelerator).unwrap_model(self.accelerator, inner, *args, **kwargs)
+
+    # Ranks that share sequences.
+
+    def get_cp_size(self) -> int:
+        """How many ranks have the same samples; the Trainer counts by it."""
+        return self._wherry_config.wherry.context_parallel
+
+    def _prepare_data_loader(
+        self, data_loader: DataLoader[Any], device_placement: bool | None = None, slice_fn_for_dispatch: Any = None
+    ) -> DataLoader[Any]:
+        """Accelerate's own, with the same batches for ranks that share them."""
+        accelerator, together = self.accelerator, self.get_cp_size()
+        if data_loader in accelerator._dataloaders:
+            return data_loader
+        prepared = prepare_data_loader(
+            data_loader,
+            accelerator.device,
+            num_processes=accelerator.num_processes // together,
+            process_index=accelerator.process_index // together,
+            split_batches=accelerator.split_batches,
+            put_on_device=accelerator.device_placement if device_placement is None else device_placement,
+            rng_types=accelerator.rng_types.copy(),
+            dispatch_batches=False,
+            even_batches=accelerator.even_batches,
+            use_seedable_sampler=accelerator.use_seedable_sampler,
+            non_blocking=accelerator.non_blocking,
+        )
+        accelerator._dataloaders.append(prepared)
+        return prepared
+
+    def compute_loss(
+        self, model: nn.Module, inputs: dict[str, Any], return_outputs: bool = False, num_items_in_batch: Any = None
+    ) -> Any:
+        together = self.get_cp_size()
+        if together == 1 or "labels" not in inputs:
+            return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
+        self._check_loss()
+        if num_items_in_batch is None:  # this rank's loss is over what all of them have
+            ranks = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
+            num_items_in_batch = (inputs["labels"][:, 1:] != IGNORED).sum() * ranks / together
+        loss = super().compute_loss(model, inputs, False, num_items_in_batch)  # type: ignore[misc]
+        assert self.engine is not None
+        loss = whole_loss(loss, self.engine.topology.context)
+        return (loss, {}) if return_outputs else loss
+
+    def _check_loss(self) -> None:
+        owner = next(cls for cls in type(self).__mro__ if "compute_loss" in vars(cls) and cls is not WherryMixin)
+        of_logits = "label_smoothing_factor" if self.label_smoother is not None else "compute_loss_func"
+        if owner.__module__.startswith("trl.") and owner.__name__ != "SFTTrainer":
+            of_logits = owner.__name__
+        elif self.label_smoother is self.compute_loss_func is None:
+            return
+        raise WherryError(
+            f"wherry.context_parallel: {of_logits} computes a loss from the logits of whole rows, and ranks that share "
+            "rows have their parts; set it to 1"
+        )
+
+    def evaluation_loop(
+        self, dataloader: Any, description: str, prediction_loss_only: bool | None = None, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self.get_cp_size() > 1:
+            if not (prediction_loss_only or self.args.prediction_loss_only):
+                raise WherryError(
+                    "wherry.context_parallel: predictions are of whole rows, and ranks that share rows have their "
+                    "parts; evaluate the loss alone (prediction_loss_only, no compute_metrics), or set it to 1"
+                )
+            self.gather_function = self._gather_once
+        return super().evaluation_loop(dataloader, description, prediction_loss_only, *args, **kwargs)  # type: ignore[misc]
+
+    def _gather_once(self, values: torch.Tensor) -> torch.Tensor:
+        """Of all ranks that have different samples, without those that fill up the last batch."""
+        of_ranks = self.accelerator.gather(values).chunk(self.accelerator.num_processes)
+        once, state = torch.cat(of_ranks[:: self.get_cp_size()]), self.accelerator.gradient_state
+        return once[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else once
 
     # A step.
 
@@ -285,7 +366,8 @@ def resolve(config: Config, args: transformers.TrainingArguments, max_steps: int
 
     agree("train_micro_batch_size_per_gpu", args.train_batch_size, "per_device_train_batch_size")
     agree("gradient_accumulation_steps", args.gradient_accumulation_steps, "gradient_accumulation_steps")
-    total = args.train_batch_size * args.gradient_accumulation_steps * args.world_size
+    ranks = config.readers(args.world_size)
+    total = args.train_batch_size * args.gradient_accumulation_steps * ranks
     agree("train_batch_size", total, "the product of batch size, accumulation and ranks")
     agree("gradient_clipping", args.max_grad_norm, "max_grad_norm")
     agree("bf16.enabled", bool(args.bf16), "bf16")

@@ -13,6 +13,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -129,6 +130,15 @@ class Comm:
             return DONE
         self._ask("all_gather", whole, label)
         return self._all_gather(whole, shard)
+
+    def all_to_all(self, received: torch.Tensor, sent: torch.Tensor, label: str = "") -> Ticket:
+        """Part i of `sent` goes to rank i, and what rank i has for this one becomes part i of `received`."""
+        assert received.shape == sent.shape and len(sent) % self.size == 0, (received.shape, sent.shape, self.size)
+        if self.size == 1:
+            _copy_unless_same(received, sent)
+            return DONE
+        self._ask("all_to_all", sent, label)
+        return self._all_to_all(received, sent)
 
     def broadcast(self, tensor: torch.Tensor, source: int = 0, label: str = "") -> Ticket:
         if self.size == 1:
@@ -260,6 +270,9 @@ class Comm:
 
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         raise AssertionError(f"{type(self).__name__} has {self.size} ranks and no all_gather")
+
+    def _all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Ticket:
+        raise AssertionError(f"{type(self).__name__} has {self.size} ranks and no all_to_all")
 
     def _broadcast(self, tensor: torch.Tensor, source: int) -> Ticket:
         raise AssertionError(f"{type(self).__name__} has {self.size} ranks and no broadcast")
@@ -500,6 +513,11 @@ class ProcessGroupComm(Comm):
             _copy_unless_same(parts[self.rank].view_as(shard), shard)
             return TicketGroup([self._broadcast(part, source) for source, part in enumerate(parts.unbind())])
         return self._ticket(lambda: _all_gather_single(whole, shard, group=self.group, async_op=True), whole, shard)
+
+    def _all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Ticket:
+        received, sent = _copyable(received), _copyable(sent)
+        exchange = partial(dist.all_to_all_single, received, sent, group=self.group, async_op=True)
+        return self._ticket(exchange, received, sent)
 
     def _broadcast(self, tensor: torch.Tensor, source: int) -> Ticket:
         tensor = _copyable(tensor)

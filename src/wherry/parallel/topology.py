@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,6 +19,8 @@ from wherry.tiers.streams import Link, accelerator
 DATA_AXES = ("dp", "data", "data_parallel", "dp_shard")
 # Beside a data axis: along it ranks hold copies of what the ranks along the data axis share out.
 REPLICA_AXES = ("dp_replicate", "replicate")
+# Within a data axis: along it ranks have the same samples, and each of them a part of their sequence.
+CONTEXT_AXES = ("cp", "context", "context_parallel")
 TENSOR_AXES = ("tp", "tensor", "tensor_parallel", "mp", "model")
 PIPE_AXES = ("pp", "pipe", "pipeline", "pipeline_parallel")
 
@@ -43,6 +46,8 @@ class Topology:
     replicas: Comm = field(default_factory=SoloComm)
     # The ranks among which weights are shared out a second time, so that backward gathers from near.
     node: Comm = field(default_factory=SoloComm)
+    # The ranks, next to each other along the data axis, that share the sequence of the same samples.
+    context: Comm = field(default_factory=SoloComm)
 
     @property
     def shards(self) -> Comm:
@@ -55,17 +60,23 @@ class Topology:
             return self
         return replace(self, group=self.data.within(ranks), replicas=self.data.across(ranks))
 
+    @property
+    def readers(self) -> tuple[int, int]:
+        """This rank's place among those that read different samples, and how many these are."""
+        return self.data.rank // self.context.size, self.data.size // self.context.size
+
     def traffic(self) -> Iterator[tuple[str, Traffic]]:
         """What this rank has asked of each group along the data axis, and what the group is called beside the whole."""
         names = {self.data: ""}
         names.setdefault(self.shards, f" within groups of {self.shards.size}")
         names.setdefault(self.replicas, " across groups")
         names.setdefault(self.node, f" within nodes of {self.node.size}")
+        names.setdefault(self.context, f" within a sequence on {self.context.size}")
         yield from ((name, comm.traffic) for comm, name in names.items() if not name or comm.size > 1)
 
     def close(self) -> None:
         """Give back the groups along the data axis."""
-        parts = dict.fromkeys((self.node, self.replicas, self.shards))
+        parts = dict.fromkeys((self.context, self.node, self.replicas, self.shards))
         for comm in (*(part for part in parts if part is not self.data), self.data):
             comm.close()
 
@@ -138,7 +149,10 @@ def find(mesh: Any = None, *, device: torch.device | None = None, timeout: float
         axes = _axes_of_mpu(mesh, timeout) if known else _axes_of_mesh(mesh, timeout)
         ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (axes[0].rank, axes[0].size)
         topology = Topology(axes[0], device, ranks[0], local_rank(), ranks[1], axes[1], axes[2])
-        return topology if known else topology.divided(_shards_of_mesh(mesh, topology.data.size))
+        if known:
+            return topology
+        topology = replace(topology, context=axes[0].within(_size_along(mesh, CONTEXT_AXES)))
+        return topology.divided(topology.data.size // _size_along(mesh, REPLICA_AXES))
     if not dist.is_initialized() and int(os.environ.get("WORLD_SIZE", "1")) > 1:
         start_default_group(device.type, timeout)
     if dist.is_initialized() and dist.get_world_size() > 1:
@@ -149,38 +163,39 @@ def find(mesh: Any = None, *, device: torch.device | None = None, timeout: float
 
 def _axes_of_mesh(mesh: Any, timeout: float) -> tuple[Comm, Comm, Comm]:
     names = tuple(getattr(mesh, "mesh_dim_names", None) or ())
-    families = (DATA_AXES, TENSOR_AXES, PIPE_AXES, REPLICA_AXES)
+    families = (DATA_AXES, TENSOR_AXES, PIPE_AXES, REPLICA_AXES, CONTEXT_AXES)
     chosen = [[name for name in known if name in names] for known in families]
     strangers = [name for name in names if not any(name in known for known in chosen)]
     doubled = [found for found in chosen if len(found) > 1]
-    replicas = chosen.pop()
-    if not names or not any(chosen) or strangers or doubled or (replicas and not chosen[0]):
+    data, tensor, pipe, replicas, context = chosen
+    if not names or not any((data, tensor, pipe, context)) or strangers or doubled or (replicas and not data):
         others = ", ".join((*DATA_AXES[1:], *TENSOR_AXES[1:], *PIPE_AXES[1:]))
         raise WherryError(
-            f"mesh: expected axes named dp, tp and pp (or {others}), each once at most, and before dp perhaps "
+            f"mesh: expected axes named dp, cp, tp and pp (or {others}), each once at most, and before dp perhaps "
             f"{' or '.join(REPLICA_AXES)}, got {names or 'no axis names'}; "
             'build it with init_device_mesh(device, shape, mesh_dim_names=("dp", ...))'
         )
-    if replicas and names.index(replicas[0]) > names.index(chosen[0][0]):
-        raise WherryError(
-            f"mesh: expected axis {replicas[0]} before {chosen[0][0]}, which runs faster, got {names}; ranks that "
-            "share out one copy of the states are next to each other"
-        )
+    # States are shared out over all of these.
+    of_data = [*replicas, *data, *context]
+    for slower, faster in pairwise(of_data):
+        if names.index(slower) > names.index(faster):
+            raise WherryError(
+                f"mesh: expected axis {slower} before {faster}, which runs faster, got {names}; ranks that share "
+                f"{'the sequence of a sample' if faster in context else 'out one copy of the states'} are next to each "
+                "other"
+            )
 
     def along(found: list[str]) -> Comm:
         if not found:
             return SoloComm()
-        part = mesh[tuple(replicas + found)]._flatten() if replicas and found is chosen[0] else mesh[found[0]]
+        part = mesh[tuple(found)]._flatten() if len(found) > 1 else mesh[found[0]]
         return ProcessGroupComm(part.get_group(), timeout=timeout)
 
-    data, tensor, pipe = (along(found) for found in chosen)
-    return data, tensor, pipe
+    return along(of_data), along(tensor), along(pipe)
 
 
-def _shards_of_mesh(mesh: Any, ranks: int) -> int:
-    """How many of the data ranks share out one copy of the states, as the mesh has it."""
-    copies = [mesh[name].size() for name in REPLICA_AXES if name in mesh.mesh_dim_names]
-    return ranks // copies[0] if copies else ranks
+def _size_along(mesh: Any, axes: tuple[str, ...]) -> int:
+    return next((mesh[name].size() for name in axes if name in mesh.mesh_dim_names), 1)
 
 
 def _axes_of_mpu(mpu: Any, timeout: float) -> tuple[Comm, Comm, Comm]:

@@ -54,6 +54,9 @@ class FakeComm(Comm):
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         return held(whole, shard)
 
+    def _all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Ticket:
+        return held(received, sent)
+
     def _broadcast(self, tensor: torch.Tensor, source: int) -> Ticket:
         return held(tensor)
 

@@ -176,6 +176,11 @@ class ChaosComm(Comm):
         self.inner._all_gather(result, shard.clone()).wait()
         return self.chaos.copy_later(whole, result)
 
+    def _all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Ticket:
+        result = torch.empty_like(received)
+        self.inner._all_to_all(result, sent.clone()).wait()
+        return self.chaos.copy_later(received, result)
+
     def _broadcast(self, tensor: torch.Tensor, source: int) -> Ticket:
         result = tensor.clone()
         self.inner._broadcast(result, source).wait()

@@ -202,6 +202,12 @@ class ThreadComm(Comm):
     def _all_gather(self, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
         return self._take(whole, self._agree(shard, torch.cat))
 
+    def _all_to_all(self, received: torch.Tensor, sent: torch.Tensor) -> Ticket:
+        def use(values: list[torch.Tensor]) -> torch.Tensor:
+            return torch.cat([value.chunk(self.size)[self.rank] for value in values])
+
+        return self._take(received, self._agree(sent, use))
+
     def _broadcast(self, tensor: torch.Tensor, source: int) -> Ticket:
         def use(values: list[torch.Tensor]) -> None:
             if self.rank != source:
