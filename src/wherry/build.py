@@ -89,7 +89,7 @@ def initialize(
         topology = _divided(topology, resolved)
         resolved = _settled(resolved, topology, model, training_data, collate_fn)
         if topology.pipe.size > 1:
-            resolved = without_layer_major(resolved, "a pipeline")
+            resolved = without_layer_major(resolved, "a pipeline runs the backward of each micro-batch by itself")
         resolved.batch(topology.data.size, _who_counts(mesh))
         engine = _assemble(engine_class, resolved, topology, model, optimizer, model_parameters)
     except BaseException as error:
@@ -300,11 +300,11 @@ def resolve_config(config: Any, config_params: Any, args: Any) -> Config:
     return configs.load(config, overrides={"wherry.profile.steps": steps}) if steps and not faking() else config
 
 
-def without_layer_major(config: Config, caller: str) -> Config:
-    """The config for one that runs the backwards of a window by itself, and cannot run its micro-batches together."""
+def without_layer_major(config: Config, why: str) -> Config:
+    """The config for one that cannot run the micro-batches of a window together."""
     if config.wherry.accumulation != "layer_major":
         return config
-    warn('wherry.accumulation: %s runs the backward of each micro-batch by itself: "layer_major" is left out', caller)
+    warn('wherry.accumulation: %s: "layer_major" is left out', why)
     return configs.load(config, overrides={"wherry.accumulation": "step_major"})
 
 

@@ -505,7 +505,9 @@ class Engine(nn.Module):
         with self._hooks.turns.taken("train_batch"):
             batches = self._window.take(data)
             if self._window.layer_major:
-                losses = self._train_layer_major(batches)
+                found = self.backward_together([partial(self._loss_of, self._to_device(batch)) for batch in batches])
+                self.step()
+                losses = [loss.detach() for loss in found]
             else:
                 losses = []
                 for batch in batches:
@@ -515,16 +517,25 @@ class Engine(nn.Module):
                     losses.append(loss.detach())
         return sum(losses[1:], losses[0]) / len(losses)
 
-    def _train_layer_major(self, batches: Sequence[Any]) -> list[torch.Tensor]:
-        """Layer-major: all micro-batches go through a unit before the next, and one backward is of them all."""
-        forwards = [partial(self._loss_of, self._to_device(batch)) for batch in batches]
-        with self._reporter.phase("forward", self.global_steps + 1):
-            losses = self._hooks.run_layer_major(forwards)
-        with sums_in_fp32(self.units):
-            self._backward(losses)
-        self.micro_steps += len(batches) - 1
-        self.step()
-        return [loss.detach() for loss in losses]
+    @property
+    def layer_major(self) -> bool:
+        """Whether the micro-batches of a window run together, by `train_batch` or `backward_together`."""
+        return self._window.layer_major
+
+    def backward_together(
+        self, forwards: Sequence[Callable[[], torch.Tensor]], scale_wrt_gas: bool = True
+    ) -> list[torch.Tensor]:
+        """The losses that `forwards` of the model return, which all go through a unit before the next, after one
+        backward of them all. It is for layer-major windows; `step()` comes next.
+        """
+        self._check_open()
+        with self._hooks.turns.taken("backward_together"):
+            with self._reporter.phase("forward", self.global_steps + 1):
+                losses = self._hooks.run_layer_major(forwards)
+            with sums_in_fp32(self.units):
+                self._backward(losses, averaged=scale_wrt_gas)
+            self.micro_steps += len(losses) - 1
+        return losses
 
     def _loss_of(self, batch: Any) -> torch.Tensor:
         if isinstance(batch, dict):

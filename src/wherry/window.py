@@ -81,7 +81,7 @@ class Window:
         return self._is_boundary(self.so_far + micro_batches)
 
     def _what_is_wrong(self, micro_batches: int, averaged: bool, scaled: bool, loss_scale: float) -> str | None:
-        if self.layer_major and micro_batches < self.batch.accumulation:
+        if self.layer_major and micro_batches < self.batch.accumulation and not self._forced:
             return (
                 'backward: "wherry": {"accumulation": "layer_major"} runs all micro-batches of a window together, and '
                 "this is the backward of one of them; call engine.train_batch(iterator) for whole windows, or leave "

@@ -1,7 +1,7 @@
 """A program of the tests: the trainings of `wherry finetune`, and without Wherry. `against_trl.py FOLDER CASES OUT`.
 
-Each case is "model how method stage tier", behind which may stand how many ranks share a row, or "model how method
-plain PARTS". Rank 0 writes losses and gradient norms by case.
+Each case is "model how method stage tier", behind which may stand how many ranks share a row and how many micro-batches
+run together, or "model how method plain PARTS". Rank 0 writes losses and gradient norms by case.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ import sys
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import transformers
 import trl
 from accelerate.state import AcceleratorState, GradientState
 
+import wherry
 from wherry.finetune.config import build_config, set_length, trainer_arguments
 from wherry.finetune.data import load_examples
 from wherry.finetune.model import load, lora_config
@@ -26,14 +28,17 @@ from wherry.finetune.options import parse
 from wherry.finetune.trainers import trainer_class
 
 STEPS, ROWS = 3, 8
+together = wherry.Engine.backward_together
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def options_of(folder: Path, how: str, method: str, stage: str, tier: str, together: str = "1") -> Namespace:
+def options_of(
+    folder: Path, how: str, method: str, stage: str, tier: str, together: str = "1", window: str = "1"
+) -> Namespace:
     data = folder / ("pairs.jsonl" if method == "dpo" else "rows.jsonl")
     words = ["model", f"--data={data}", f"--steps={STEPS}", f"--stage={stage}", "--precision=fp32", "--seed=3"]
     words += [
-        f"--batch-size={ROWS * int(together) // WORLD}",
+        f"--batch-size={ROWS * int(together) // WORLD // int(window)}",
         f"--context-parallel={together}",
         f"--global-batch-size={ROWS}",
         "--lr=0.01",
@@ -41,6 +46,7 @@ def options_of(folder: Path, how: str, method: str, stage: str, tier: str, toget
     ]
     words += ["--no-save", "--eval-interval=1000", "--lr-warmup-iters=0", "--clip-grad=0.5"]
     words += ["--lora=r=4"] if how == "lora" else []
+    words += ["--set=wherry.accumulation=layer_major"] if window != "1" else []
     words += [f"--offload-optimizer={tier}"] + ([f"--offload-param={tier}"] if stage == "3" else [])
     words += [f"--nvme-path={folder / 'disk'}"] if tier == "nvme" else []
     return parse(words)
@@ -66,7 +72,13 @@ def ours(folder: Path, model: str, options: Namespace, method: str) -> Any:
     )  # fmt: skip
     assert any(parameter.is_meta for parameter in trainer.model.parameters())  # nothing is loaded yet
     set_length(trainer.args, options, 48, config.readers(WORLD))
-    trainer.train()
+    with mock.patch.object(wherry.Engine, "backward_together", autospec=True, side_effect=together) as ran:
+        trainer.train()
+    windows = [len(call.args[1]) for call in ran.call_args_list]
+    assert trainer.engine.layer_major == (
+        "layer_major" in str(options.settings) and not (options.lora and method == "dpo")
+    )
+    assert windows == [config.batch(WORLD).accumulation] * STEPS * trainer.engine.layer_major
     trainer.engine.close()
     if reference:
         trainer.ref_model.close()

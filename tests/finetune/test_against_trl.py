@@ -69,6 +69,16 @@ def test_rows_that_ranks_share_have_the_losses_of_trl(
     check(run(folder, cases, ranks, f"shared-{ranks}"), without, 1)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_micro_batches_that_run_together_have_the_losses_of_trl(
+    folder: Path, without: dict[str, list[list[float]]], ranks: int
+) -> None:
+    trainings = [f"{model} {how} {method}" for model, how, method in TRAININGS[:8]]
+    cases = [f"{training} {' '.join(placed(number + ranks))} 1 2" for number, training in enumerate(trainings)]
+    # Ranks and two micro-batches: on one rank experts would have two losses.
+    check(run(folder, cases, ranks, f"together-{ranks}"), without, 1)
+
+
 def check(found: dict[str, list[list[float]]], without: dict[str, list[list[float]]], ranks: int) -> None:
     for case, losses in found.items():
         model, how, method = case.split()[:3]

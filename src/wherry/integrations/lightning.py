@@ -172,7 +172,8 @@ class WherryStrategy(DDPStrategy):
             overrides["gradient_clipping"] = float(trainer.gradient_clip_val)
         if not fitting:
             overrides |= {"optimizer": None, "scheduler": None}
-        return without_layer_major(configs.load(self._config, overrides=overrides), "Lightning's Trainer")
+        why = "Lightning's Trainer runs the backward of each micro-batch by itself"
+        return without_layer_major(configs.load(self._config, overrides=overrides), why)
 
     def setup_optimizers(self, trainer: Trainer) -> None:
         """`setup` has done it, with the engine."""

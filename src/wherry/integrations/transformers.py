@@ -14,7 +14,8 @@ Another Trainer class (TRL's, or one of your own) becomes one by its base classe
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -102,6 +103,9 @@ class WherryMixin:
         source = {"zero_optimization": {"stage": 3}} if wherry_config is None else wherry_config
         self._wherry_config = configs.load(source)
         self._max_steps = 0
+        # The forwards of a window that wait to run together, and losses whose backward is of all of them.
+        self._forwards: list[Callable[[], torch.Tensor]] = []
+        self._losses: list[torch.Tensor] = []
         with StayingInMemory():  # what PEFT draws around a model on the meta device
             super().__init__(*args, **kwargs)
         if self.args.load_best_model_at_end and self.args.save_only_model:
@@ -167,10 +171,14 @@ class WherryMixin:
         return self.engine if self.engine is not None else model
 
     def _start_to_train(self) -> None:
+        self._forwards.clear()
         if self.engine is not None:
             self.engine.unwrap()  # it was for an evaluation, and has no optimizer
         given = self.optimizer.optimizer if isinstance(self.optimizer, AcceleratedOptimizer) else self.optimizer
-        self.engine = self._build_engine(resolve(self._wherry_config, self.args, self._max_steps), given)
+        config = resolve(self._wherry_config, self.args, self._max_steps)
+        if self._has_adapter and hasattr(self, "ref_model"):
+            config = without_layer_major(config, f"{type(self).__name__} turns adapters off and on within a forward")
+        self.engine = self._build_engine(config, given)
         assert self.engine.optimizer is not None
         self.optimizer = _LoopOptimizer(self.engine.optimizer)
         # The accelerator would divide and scale the loss, and run its backward, by itself.
@@ -270,8 +278,27 @@ class WherryMixin:
 
     # A step.
 
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        engine = self.engine
+        if engine is None or not engine.layer_major:
+            return super().training_step(model, inputs, num_items_in_batch)  # type: ignore[misc]
+        self._forwards.append(partial(self._forward, model, inputs, num_items_in_batch))
+        if not self.accelerator.sync_gradients:
+            return torch.zeros((), device=self.args.device)
+        forwards, self._forwards = self._forwards, []
+        engine.set_gradient_accumulation_boundary(True)
+        return sum(loss.detach() for loss in engine.backward_together(forwards, scale_wrt_gas=False))  # type: ignore[return-value]
+
+    def _forward(self, *args: Any) -> torch.Tensor:
+        """The Trainer's own step, but for the backward."""
+        super().training_step(*args)  # type: ignore[misc]
+        return self._losses.pop()
+
     def _backward(self, loss: torch.Tensor, **_: Any) -> None:
         assert self.engine is not None
+        if self.engine.layer_major:
+            self._losses.append(loss)
+            return
         self.engine.set_gradient_accumulation_boundary(self.accelerator.sync_gradients)
         # The Trainer has divided the loss by the micro-batches of the window, of which the last may have fewer.
         self.engine.backward(loss, scale_wrt_gas=False)
@@ -401,7 +428,7 @@ def resolve(config: Config, args: transformers.TrainingArguments, max_steps: int
             'the config and the TrainingArguments differ; write "auto" in the config, or make them equal:\n'
             + "\n".join(differences)
         )
-    return without_layer_major(configs.load(config, overrides=overrides), "the Trainer")
+    return configs.load(config, overrides=overrides)
 
 
 def _written(config: Config, path: str) -> Any:
