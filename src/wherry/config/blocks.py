@@ -408,9 +408,10 @@ class Own(ConfigBlock):
     accumulation: Annotated[Literal["auto", "layer_major", "step_major"], BeforeValidator(lowered)] = key(
         "auto",
         "Order of gradient accumulation. layer_major: all micro-batches through a unit before the next unit, so that "
-        "each unit is gathered and reduced once in a window; it needs engine.train_batch, holds the activations of all "
-        "micro-batches of a window at once, and is for models that keep nothing on their modules from one part of a "
-        "forward to another. step_major and auto: one micro-batch after another.",
+        "each unit is gathered and reduced once in a window; it needs engine.train_batch, or a Trainer of "
+        "Transformers' on the engine, holds the activations of all micro-batches of a window at once, and is for "
+        "models that keep nothing on their modules from one part of a forward to another. step_major and auto: one "
+        "micro-batch after another.",
     )
     tile_linear: Flag = key(
         False,

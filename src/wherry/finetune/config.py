@@ -13,6 +13,7 @@ from wherry.config import Config, load, parse_overrides
 from wherry.config.problems import did_you_mean
 from wherry.errors import WherryError
 from wherry.finetune.options import FLAGS
+from wherry.observe.log import say
 from wherry.train.config import name_the_disk, put
 from wherry.train.options import Options, keys_of
 
@@ -88,12 +89,14 @@ def build_config(options: Options, method: str, given: Mapping[str, Any] | None,
     on_disk = any("nvme" in str(zero.get(f"offload_{name}")) for name in ("optimizer", "param"))
     if options.nvme_path is not None and on_disk:  # else the plan may choose it
         name_the_disk(config, options.nvme_path)
-    ranks = _readers(config, method, ranks)
+    whole, ranks = ranks, _readers(config, method, ranks)
     if all(config.get(name) in (None, "auto") for name in _SIZES):
         micro = config.get("train_micro_batch_size_per_gpu")
         least = ranks * micro if isinstance(micro, int) else ranks
         config["train_batch_size"] = math.ceil(ROWS / least) * least
-    return load(config)
+    found = load(config)
+    found.readers(whole)
+    return found
 
 
 def _readers(config: Mapping[str, Any], method: str, ranks: int) -> int:
@@ -149,7 +152,9 @@ def trainer_arguments(
     if method == "dpo":
         del values["packing"]
     if config.wherry.context_parallel > 1:
-        values["packing_strategy"] = "wrapped"  # borders between documents are not known to a part of a row
+        values["packing_strategy"] = "wrapped"
+        if packing:
+            say("packing: a row may begin and end within documents, as ranks that share it know no borders in it")
     _, theirs = split(options)
     given = theirs["dpo" if method == "dpo" else "sft"]
     for name in given:

@@ -311,7 +311,7 @@ ABSENT_NAMES: Mapping[str, str] = {
             f"runtime.sequence_parallel.ulysses_sp.{name}"
             for name in ("UlyssesSPAttentionHF", "UlyssesSPDataLoaderAdapter", "UlyssesSPFwdLossBwdWithLogits")
         ],
-        "use torch's context parallelism around the engine",
+        "set wherry.context_parallel, and give its ranks whole rows",
     ),
     **dict.fromkeys(
         [f"runtime.sequence_parallel.ulysses_sp.{name}" for name in ("AutogradComputeMLP", "TiledLoss")],
@@ -378,7 +378,7 @@ ABSENT_MODULES: Mapping[str, str] = {
     "runtime.quantize": "training is not quantized",
     "runtime.rollout": "use wherry.gathered(engine.module) around generation",
     "runtime.state_dict_factory": "see `wherry import-deepspeed`",
-    "runtime.sequence_parallel.parallel_state_sp": "use torch's context parallelism around the engine",
+    "runtime.sequence_parallel.parallel_state_sp": "set wherry.context_parallel, and give its ranks whole rows",
     "runtime.superoffload": "the exact update policies overlap instead",
     "runtime.swap_tensor": "the disk tier serves the engine",
     "runtime.tensor_parallel": "use torch's parallelize_module for tensor parallelism",
@@ -387,7 +387,7 @@ ABSENT_MODULES: Mapping[str, str] = {
     "runtime.zero.contiguous_memory_allocator": "the engine's buffers are its own",
     "runtime.zero.partitioned_param_coordinator": "gathers are the engine's own",
     "runtime.zero.partitioned_param_profiler": "gathers are the engine's own",
-    "sequence": "use torch's context parallelism around the engine",
+    "sequence": "set wherry.context_parallel, and give its ranks whole rows",
     "utils.debug": "see engine.module.named_parameters",
     "utils.pin_memory": "torch pins memory",
     "utils.pin_memory_tracker": "see `wherry plan` for what is pinned",
