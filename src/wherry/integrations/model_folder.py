@@ -154,6 +154,9 @@ def read_model(folder: Path, dtype: torch.dtype, command: str) -> Any:
     if not getattr(model, "can_generate", bool)() or model.config.is_encoder_decoder:
         raise WherryError(f"{command}: {folder} holds a {type(model).__name__}, which is no causal language model")
     if getattr(model.config, "quantization_config", None) is not None:
-        raise WherryError(f"{command}: {folder} holds quantized weights, which have no meaning without their scales")
+        raise WherryError(
+            f"{command}: {folder} holds quantized weights, which have no meaning without their scales; give the folder "
+            "of the model in full precision that they were made of"
+        )
     wherry.load_pretrained(model, folder)
     return model
