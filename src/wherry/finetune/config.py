@@ -78,9 +78,11 @@ def build_config(options: Options, method: str, given: Mapping[str, Any] | None,
     for name in ("bf16", "fp16") if options.precision else ():
         if options.precision == name or name in config:
             put(config, f"{name}.enabled", options.precision == name, "--precision")
-    if method == "dpo" and options.lora is not None:  # the reference is the model with its adapters turned off
-        own = config.setdefault("wherry", {})
-        if isinstance(own, dict) and own.get("accumulation") in (None, "auto"):
+    own = config.setdefault("wherry", {})
+    if isinstance(own, dict):  # else it is an error that is told
+        own.setdefault("chunked_loss", True)
+        reference_within = method == "dpo" and options.lora is not None  # the model with its adapters turned off
+        if reference_within and own.get("accumulation") in (None, "auto"):
             own["accumulation"] = "step_major"
     ours, _ = split(options)
     for key, value in ours.items():

@@ -18,6 +18,7 @@ from wherry.observe.log import logger
 if TYPE_CHECKING:
     from wherry.config import Config
     from wherry.parallel.topology import Topology
+    from wherry.plan.model_source import ModelSource
 
 T = TypeVar("T")
 DEFAULT_SEED = 1234
@@ -247,19 +248,25 @@ class FineTuning:
             screen.print(f"an example{f', {what}' * bool(what)}:", markup=False)
             screen.print(show_example(ids, labels, self.tokenizer, width=min(120, screen.width)))
 
-    def _adapt(self) -> Callable[[Any], Any] | None:
-        if self.options.lora is None:
+    def _adapt(self, lora: str | None) -> Callable[[Any], Any] | None:
+        if lora is None:
             return None
         import peft
 
-        lora = self._lora()
-        return lambda model: peft.get_peft_model(model, lora)
+        config = self._lora(lora)
+        return lambda model: peft.get_peft_model(model, config)
 
-    def _lora(self) -> Any:
+    def _lora(self, lora: str | None) -> Any:
         from wherry.finetune.config import split
         from wherry.finetune.model import lora_config
 
-        return None if self.options.lora is None else lora_config(self.options.lora, split(self.options)[1]["lora"])
+        return None if lora is None else lora_config(lora, split(self.options)[1]["lora"])
+
+    def _lighter(self, base: ModelSource, rows: int) -> dict[str, ModelSource]:
+        """What may fit where all of the model does not, by its flag."""
+        from wherry.finetune.place import source_for
+
+        return {} if self.options.lora is not None else {"--lora": source_for(base, self._adapt(""), rows)}
 
     def _config(self) -> Config:
         from wherry.finetune.config import build_config
@@ -275,11 +282,13 @@ class FineTuning:
         options, config = self.options, self._config()
         rows = 2 if self.method == "dpo" else 1
         base = find(str(self.folder.absolute()))
-        source = source_for(base, self._adapt(), rows, with_reference=self._has_reference())
+        source = source_for(base, self._adapt(options.lora), rows, with_reference=self._has_reference())
         screen = Screen()
         with screen.status("looking for where everything rests"):
             machine = this_machine(disk_folder(config, options.nvme_path), every_gpu=True)
-            placed = place(config, source, machine, self.comm.size, self.sequence, options.nvme_path)
+            placed = place(
+                config, source, machine, self.comm.size, self.sequence, options.nvme_path, self._lighter(base, rows)
+            )
         screen.print(as_table(placed))
         return _Settled(placed.config, dict(placed.values), placed.activations)
 
@@ -331,7 +340,7 @@ class FineTuning:
             train_dataset=self.examples.train,
             eval_dataset=self.examples.evaluation,
             processing_class=self.tokenizer,
-            peft_config=self._lora(),
+            peft_config=self._lora(self.options.lora),
             wherry_config=self.config,
         )
         set_length(trainer.args, self.options, len(trainer.train_dataset), self.readers)

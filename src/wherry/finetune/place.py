@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +25,11 @@ from wherry.plan.forecaster import Forecaster
 from wherry.plan.machines import Machine
 from wherry.plan.model_source import Inputs, ModelSource
 from wherry.plan.quantities import seconds, size
+from wherry.update.policy import update_policy
 
 _SHOWN = 6
+# Tokens below which a shorter sequence is no help.
+_SHORTEST = 128
 Adapt = Callable[[nn.Module], nn.Module]
 
 
@@ -44,10 +47,14 @@ class Placed:
         return sum(row.bytes for row in self.estimate.rows if row.category == "activations")
 
 
-def place(config: Config, source: ModelSource, machine: Machine, ranks: int, sequence: int, disk: str | None) -> Placed:
+def place(
+    config: Config, source: ModelSource, machine: Machine, ranks: int, sequence: int, disk: str | None,
+    lighter: Mapping[str, ModelSource] | None = None,
+) -> Placed:  # fmt: skip
     """What trains fastest of all that fits, with what the config says as it is.
 
-    An error, with the nearest change, where nothing fits. A config that leaves nothing open is taken at its word.
+    An error, with the nearest changes, where nothing fits; `lighter` ways to train are told of by their flags. A config
+    that leaves nothing open is taken at its word.
     """
     forecaster = Forecaster(source, machine.holding(ranks), ranks, sequence)
     free = free_keys(config)
@@ -57,25 +64,42 @@ def place(config: Config, source: ModelSource, machine: Machine, ranks: int, seq
         if not free & {"zero_optimization.stage", "train_micro_batch_size_per_gpu"}:
             logger.warning("%s; it is tried all the same, as the config leaves nothing open", nothing)
             return Placed(config, {}, nothing.smallest)
-        raise WherryError(_refusal(config, nothing, forecaster)) from None
+        raise WherryError("\n".join(_refusal(config, nothing, forecaster, disk, lighter or {}))) from None
     placed = configs.load(config, overrides=choice.values)
     return Placed(placed, choice.values, choice.estimate, _others(choice))
 
 
-def _refusal(config: Config, nothing: NothingFits, forecaster: Forecaster) -> str:
-    smallest = nothing.smallest
-    told = [f"finetune: {str(nothing).removeprefix('plan: ').partition(' Use ')[0]}"]
+def _refusal(
+    config: Config, nothing: NothingFits, forecaster: Forecaster, disk: str | None, lighter: Mapping[str, ModelSource]
+) -> Iterator[str]:
+    """What the smallest needs, and the changes that would help, the nearest first."""
+    smallest, ranks, machine = nothing.smallest, forecaster.ranks, forecaster.machine
+    yield f"finetune: {str(nothing).removeprefix('plan: ').partition(' Use ')[0]}"
     change = nearest_change(config, smallest, forecaster.quick, confirm=forecaster.exact)
     if change is not None:
         sets = " ".join(f"--set {key}={value}" for key, value in change.values.items())
-        told.append(f"It would fit with {change.words}: {sets}")
+        yield f"It would fit with {change.words}: {sets}"
+
+    def fitting(source: ModelSource, sequence: int) -> Estimate | None:
+        cast = Forecaster(source, machine, ranks, sequence)
+        try:
+            return choose(config, cast.quick, ranks, free=free_keys(config), disk=disk, confirm=cast.exact).estimate
+        except NothingFits:
+            return None
+
+    for flag, source in lighter.items():
+        if (found := fitting(source, smallest.sequence)) is not None:
+            needs = " and ".join(f"{use.words} on the {use.place}" for use in found.uses if use.needed)
+            yield f"It would fit with {flag}, which needs {needs}"
+            return
     shorter = smallest.sequence // 2
-    while change is None and shorter >= 128:
-        if Forecaster(forecaster.source, forecaster.machine, forecaster.ranks, shorter).quick(config).fits:
-            told.append(f"It would fit with --seq-length {shorter}")
-            break
+    while change is None and shorter >= _SHORTEST:
+        if fitting(forecaster.source, shorter) is not None:
+            yield f"It would fit with --seq-length {shorter}"
+            return
         shorter //= 2
-    return "\n".join(told)
+    if disk is None and smallest.tightest.place == "host":
+        yield "States may rest on disk too: --nvme-path FOLDER"
 
 
 def _others(choice: Choice) -> tuple[Tried, ...]:
@@ -83,11 +107,10 @@ def _others(choice: Choice) -> tuple[Tried, ...]:
     best: dict[tuple[Any, ...], Tried] = {}
     for each in choice.fits:
         found = each.estimate
-        key = found.placement.name, found.recompute
+        key = found.placement.name, found.recompute, _order(each.config, found)
         if key not in best or each.rate > best[key].rate:
             best[key] = each
-    chosen = choice.estimate.placement.name, choice.estimate.recompute
-    rest = [each for key, each in best.items() if key != chosen]
+    rest = [each for each in best.values() if each.values != choice.values]
     return tuple(sorted(rest, key=lambda each: -each.rate))
 
 
@@ -98,23 +121,46 @@ def as_table(placed: Placed) -> Table:
     """What was chosen, and what else would have fitted."""
     gpu = placed.estimate.machine.gpus > 0
     names = [use.place for use in placed.estimate.uses if use.needed or use.place != "disk"]
-    found = table("weights", "optimizer state", ">rows", "activations", *(f">{name}" for name in names), ">a step")
+    sizes = (f">{name}" for name in names)
+    found = table("weights", "optimizer state", ">rows", "activations", "updated", *sizes, ">a step")
     shown: set[tuple[str, ...]] = set()
-    for estimate in (placed.estimate, *(each.estimate for each in placed.others)):
+    chosen = placed.config, placed.estimate
+    for config, estimate in (chosen, *((each.config, each.estimate) for each in placed.others)):
         resting = {state: place_name(tier, gpu=gpu) for state, _, tier in estimate.placement.rows()}
         needed = {use.place: size(use.needed) for use in estimate.uses}
         cells = (
             resting["parameters"],
             resting["optimizer"],
-            f"{estimate.micro_batch} x {estimate.accumulation}",
-            "recomputed" if estimate.recompute else "kept",
+            f"{estimate.micro_batch} x {estimate.accumulation}{_order(config, estimate)}",
+            _activations(config, estimate),
+            _UPDATED[update_policy(config, config.placement(), shared=not gpu).when],
             *(needed.get(name, "") for name in names),
             seconds(estimate.seconds) if estimate.seconds else "",
         )
-        if cells[:4] not in shown and len(shown) < _SHOWN:  # on a CPU placements differ in name alone
+        if cells[:5] not in shown and len(shown) < _SHOWN:  # on a CPU placements differ in name alone
             found.add_row(*cells, style="dim" if shown else "bold")
-        shown.add(cells[:4])
+        shown.add(cells[:5])
     return found
+
+
+_UPDATED = {
+    "at_step": "at the step",
+    "before_use": "before use",
+    "in_backward": "in backward",
+    "delayed": "a step late",
+}
+
+
+def _order(config: Config, estimate: Estimate) -> str:
+    return " together" if config.wherry.accumulation == "layer_major" and estimate.accumulation > 1 else ""
+
+
+def _activations(config: Config, estimate: Estimate) -> str:
+    words = ["recomputed" if estimate.recompute else "kept"]
+    words += ["in tiles"] if config.wherry.sequence_tiles else []
+    block = config.activation_checkpointing
+    words += ["on the host"] if block.cpu_checkpointing or block.policy == "offload" else []
+    return ", ".join(words)
 
 
 # The model as a plan runs it.

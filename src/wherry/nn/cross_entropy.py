@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from wherry.errors import WherryError
-from wherry.fake import is_fake
+from wherry.fake import alike, is_fake
 
 # Logits that exist at a time: 64 MiB of fp32 on a device. What is as large a host's allocator gives back at once, and
 # the system makes it anew, page by page.
@@ -172,9 +172,8 @@ class Tiles:
         rows = [slice(i, i + self._height) for i in range(0, self._hidden.shape[0], self._height)]
         columns = [slice(i, i + self._width) for i in range(0, self._weight.shape[0], self._width)]
         if by_rows:
-            yield from ((row, column) for row in rows for column in columns)
-        else:
-            yield from ((row, column) for column in columns for row in rows)
+            return alike([(row, column) for row in rows for column in columns])
+        return alike([(row, column) for column in columns for row in rows])
 
     def hidden(self, row: slice) -> Tensor:
         return self._hidden[row].to(self._recipe.dtype)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import get_device_states, set_device_states
 
-from wherry.fake import faking
+from wherry.fake import alike, faking
 from wherry.nn.stand_in import StandIn
 from wherry.observe.log import say
 from wherry.sharding.watched_params import Hook
@@ -105,11 +105,11 @@ class Tiled:
         pieces = min(self._pieces_for(x), x.shape[SEQUENCE])
         if pieces < 2:
             return inner(x)
-        trained = [parameter for parameter in self._parameters if parameter.requires_grad]
-        if not (torch.is_grad_enabled() and (x.requires_grad or trained)):
+        trains = any(parameter.requires_grad for parameter in self._parameters)
+        if not (torch.is_grad_enabled() and (x.requires_grad or trains)):
             return _in_pieces(inner, x, pieces)
         draws = self._module.training and self._widest > 0
-        return _SequenceTiles.apply(x, inner, pieces, draws, *trained)
+        return _SequenceTiles.apply(x, inner, pieces, draws, *self._parameters)
 
     def _pieces_for(self, x: Tensor) -> int:
         """`auto`: what is widest in a piece has no more elements than `x`, and a piece no more rows than `x` is wide,
@@ -124,7 +124,7 @@ def _in_pieces(forward: Callable[[Tensor], Tensor], x: Tensor, pieces: int) -> T
     """Without a graph: the result, and one piece at a time of everything else."""
     result: Tensor | None = None
     start = 0
-    for piece in x.tensor_split(pieces, SEQUENCE):
+    for piece in alike(x.tensor_split(pieces, SEQUENCE)):
         part = forward(piece)
         if result is None:
             result = part.new_empty((*x.shape[:-1], part.shape[-1]))
@@ -139,15 +139,15 @@ class _SequenceTiles(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, inner: Callable[[Tensor], Tensor], pieces: int, draws: bool, *trained: Tensor
+        ctx: Any, x: Tensor, inner: Callable[[Tensor], Tensor], pieces: int, draws: bool, *weights: Tensor
     ) -> Tensor:
         kind = x.device.type
         ctx.autocast = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else None
-        ctx.inner, ctx.pieces, ctx.draws, ctx.trained = inner, pieces, draws, trained
+        ctx.inner, ctx.pieces, ctx.draws, ctx.weights = inner, pieces, draws, weights
         if draws:
             ctx.numbers = torch.get_rng_state(), *get_device_states(x)
-        # Unpacked in the backward the weights are gathered there, whatever has happened meanwhile.
-        ctx.save_for_backward(x, *trained)
+        # Unpacked in the backward the weights are gathered there, whatever has happened meanwhile: frozen ones too.
+        ctx.save_for_backward(x, *weights)
         return _in_pieces(inner, x, pieces)
 
     @staticmethod
@@ -156,26 +156,26 @@ class _SequenceTiles(torch.autograd.Function):
         x, *_ = ctx.saved_tensors
         wants_x = ctx.needs_input_grad[0]
         of_x = torch.empty_like(x) if wants_x else None
-        sums: list[Tensor | None] = [None] * len(ctx.trained)
+        trained = [weight for weight in ctx.weights if weight.requires_grad]
+        sums: list[Tensor | None] = [None] * len(trained)
         start = 0
         with _same_numbers(ctx.numbers, x) if ctx.draws else nullcontext():
             pieces = zip(*(t.tensor_split(ctx.pieces, SEQUENCE) for t in (x, grad)), strict=True)
-            for piece, of_result in pieces:
+            for piece, of_result in alike(list(pieces)):
                 leaf = piece.detach().requires_grad_(wants_x)
                 with torch.enable_grad(), _autocast(ctx.autocast, x.device.type):
                     result = ctx.inner(leaf)
-                asked = [leaf, *ctx.trained] if wants_x else ctx.trained
-                found = list(torch.autograd.grad(result, asked, of_result, allow_unused=True))
+                asked = [leaf, *trained] if wants_x else trained
+                of_piece = list(torch.autograd.grad(result, asked, of_result, allow_unused=True))
                 del result
                 if of_x is not None:
-                    of_x.narrow(SEQUENCE, start, leaf.shape[SEQUENCE]).copy_(found.pop(0))
-                for place, one in enumerate(found):
+                    of_x.narrow(SEQUENCE, start, leaf.shape[SEQUENCE]).copy_(of_piece.pop(0))
+                for place, one in enumerate(of_piece):
                     _add(sums, place, one)
                 start += leaf.shape[SEQUENCE]
-        gradients = (
-            None if total is None else total.to(parameter.dtype)
-            for total, parameter in zip(sums, ctx.trained, strict=True)
-        )
+        found = iter(sums)
+        totals = (next(found) if weight.requires_grad else None for weight in ctx.weights)
+        gradients = (None if t is None else t.to(w.dtype) for t, w in zip(totals, ctx.weights, strict=True))
         return of_x, None, None, None, *gradients
 
 

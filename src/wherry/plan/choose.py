@@ -26,6 +26,8 @@ ACCUMULATION = "gradient_accumulation_steps"
 TRAIN = "train_batch_size"
 RECOMPUTE = "activation_checkpointing.policy"
 ORDER = "wherry.accumulation"
+TILES = "wherry.sequence_tiles"
+CHECKPOINTS = "activation_checkpointing.cpu_checkpointing"
 
 # What may be left to the planner in a config, as "auto".
 CHOSEN = (STAGE, OPTIMIZER, PARAM, RATIO, MICRO, ACCUMULATION, TRAIN)
@@ -122,6 +124,7 @@ def free_keys(config: Config) -> frozenset[str]:
     block = config.activation_checkpointing
     if not block.model_fields_set or block.policy == "auto":
         free.add(RECOMPUTE)
+    free |= {key for key in (TILES, CHECKPOINTS) if not _is_given(config, key)}
     return frozenset(free)
 
 
@@ -142,17 +145,21 @@ def choose(
     answers once more, exactly, for what is about to be chosen. Raises if nothing fits.
     """
     tried: list[Tried] = []
-    for group in _groups(config, ranks, free, disk):
-        for values in group:
-            if (found := _try(config, values, ranks, answer)) is None:
-                continue
-            tried.append(found)
-            if not found.estimate.fits and values.get(ACCUMULATION, 1) == 1:
-                break  # a larger micro-batch needs more still; less only where it saves an accumulation
+    for saving in _savings(config, free, tried):
+        for group in _groups(config, ranks, free, disk, saving):
+            for values in group:
+                if (found := _try(config, values, ranks, answer)) is None:
+                    continue
+                tried.append(found)
+                if not found.estimate.fits and (values.get(ACCUMULATION, 1) == 1 or _is_hopeless(found.estimate)):
+                    break  # a larger micro-batch needs more still; less only where it saves an accumulation
+        if any(each.estimate.fits for each in tried):
+            break  # what saves more costs time
     for values in list(_variants(tried, free)):
         if (found := _try(config, values, ranks, answer)) is not None:
             tried.append(found)
     fitting = [each for each in tried if each.estimate.fits]
+    left, last = fitting, False
     while fitting:
         best = fitting[0]
         for other in fitting:
@@ -163,24 +170,44 @@ def choose(
         if exact.fits:
             whole = {RATIO: 1.0} if RATIO in free and RATIO in config.auto else {}
             return Choice(whole | best.values, exact, reasons(best.values, exact), len(tried), tuple(fitting))
-        # The run has told what the quick answers did not know.
-        others = [replace(each, estimate=answer(each.config)) for each in fitting if each is not best]
-        fitting = [each for each in others if each.estimate.fits]
+        # The run has told what the quick answers did not know. Of another placement it may have told too much, so that
+        # the smallest is run before nothing fits.
+        left = [replace(each, estimate=answer(each.config)) for each in left if each.config is not best.config]
+        fitting = [each for each in left if each.estimate.fits]
+        if not fitting and left and not last:
+            fitting, last = [min(left, key=lambda each: each.estimate.tightest.share)], True
     if not tried:
         raise WherryError("plan: no placement is left to choose from; leave the stage or the offload devices free")
     raise NothingFits(min((each.estimate for each in tried), key=lambda found: found.tightest.share), len(tried))
 
 
-def _groups(config: Config, ranks: int, free: frozenset[str], disk: str | None) -> Iterator[list[dict[str, Any]]]:
+def _is_hopeless(found: Estimate) -> bool:
+    """Whether its activations alone are too many."""
+    return found.tightest.parts.get("activations", 0) > found.tightest.usable
+
+
+def _savings(config: Config, free: frozenset[str], tried: Sequence[Tried]) -> Iterator[tuple[dict[str, Any], ...]]:
+    """What becomes of activations, in rounds: the next is for what does not fit otherwise, as long sequences."""
+    if RECOMPUTE not in free:
+        yield ({},)
+        return
+    kept = {RECOMPUTE: "none"} if config.activation_checkpointing.policy == "auto" else {}
+    again: dict[str, Any] = {RECOMPUTE: "recompute"}
+    yield kept, again
+    tiles: dict[str, Any] = {TILES: "auto"} if TILES in free else {}
+    apart = any(each.estimate.machine.gpus for each in tried)
+    away: dict[str, Any] = {CHECKPOINTS: True} if CHECKPOINTS in free and apart else {}
+    yield tuple(again | each for each in (tiles, away, tiles | away) if each)
+
+
+def _groups(
+    config: Config, ranks: int, free: frozenset[str], disk: str | None, saving: Sequence[dict[str, Any]]
+) -> Iterator[list[dict[str, Any]]]:
     """Values to try, in groups that are the same but for the micro-batch, the smallest first."""
-    recomputes: tuple[dict[str, Any], ...] = ({},)
-    if RECOMPUTE in free:
-        kept = {RECOMPUTE: "none"} if config.activation_checkpointing.policy == "auto" else {}
-        recomputes = (kept, {RECOMPUTE: "recompute"})
     sizes = [_batch(config, ranks, micro, free) for micro in MICRO_BATCHES] if MICRO in free else [{}]
     for placed in _placements(config, ranks, free, disk):
-        for recompute in recomputes:
-            yield [placed | recompute | batch for batch in sizes]
+        for activations in saving:
+            yield [placed | activations | batch for batch in sizes]
 
 
 def _variants(tried: Sequence[Tried], free: frozenset[str]) -> Iterator[dict[str, Any]]:
@@ -243,7 +270,7 @@ def _batch(config: Config, ranks: int, micro: int, free: frozenset[str]) -> dict
         return {MICRO: micro}
     if config.train_batch_size is None or TRAIN in free:
         return {MICRO: micro, ACCUMULATION: 1}
-    return {MICRO: micro, ACCUMULATION: max(1, config.train_batch_size // (micro * ranks))}
+    return {MICRO: micro, ACCUMULATION: max(1, config.train_batch_size // (micro * config.readers(ranks)))}
 
 
 def reasons(values: Mapping[str, Any], found: Estimate) -> dict[str, str]:
@@ -259,6 +286,8 @@ def reasons(values: Mapping[str, Any], found: Estimate) -> dict[str, str]:
             if found.recompute
             else "activations are kept for backward"
         ),
+        TILES: "MLPs and norms run over pieces of the sequence",
+        CHECKPOINTS: "what units are computed again from waits in host memory",
         MICRO: f"{limit}; {use.words} on the {use.place}",
         ORDER: "engine.train_batch gathers and reduces each unit once for all micro-batches of a window",
         ACCUMULATION: f"{found.samples} samples in an update on {found.ranks} rank{'s' * (found.ranks > 1)}",
@@ -371,6 +400,10 @@ def _changes(config: Config, now: Estimate) -> Iterator[tuple[dict[str, Any], st
         yield {RECOMPUTE: "none"}, "activations kept for backward"
     else:
         yield {RECOMPUTE: "recompute"}, "activations computed again in backward"
+    if not config.wherry.sequence_tiles and not now.fits:
+        yield {TILES: "auto"}, "MLPs and norms in pieces of the sequence"
+    if now.recompute and now.machine.gpus and not config.activation_checkpointing.cpu_checkpointing and not now.fits:
+        yield {CHECKPOINTS: True}, "checkpoints of activations in host memory"
     if _may_run_together(now) and config.wherry.accumulation != "layer_major":
         yield {ORDER: "layer_major"}, "all micro-batches of a window going through a layer before the next"
     if now.precision == "fp32":
@@ -380,5 +413,5 @@ def _changes(config: Config, now: Estimate) -> Iterator[tuple[dict[str, Any], st
         if micro:
             sizes = {MICRO: micro}
             if config.train_batch_size is not None:
-                sizes[ACCUMULATION] = max(1, config.train_batch_size // (micro * now.data_ranks))
+                sizes[ACCUMULATION] = max(1, config.train_batch_size // (micro * now.data_ranks // now.together))
             yield sizes, f"a micro-batch of {micro}"

@@ -146,7 +146,7 @@ def count_by_blocks(
 def with_window(config: Config, ranks: int, accumulation: int, micro: int | None = None) -> Config:
     """The config with so many micro-batches in a window."""
     micro = micro or config.batch(ranks).micro
-    sizes = {MICRO: micro, ACCUMULATION: accumulation, TRAIN: micro * accumulation * ranks}
+    sizes = {MICRO: micro, ACCUMULATION: accumulation, TRAIN: micro * accumulation * config.readers(ranks)}
     return configs.load(config, overrides=sizes)
 
 

@@ -75,6 +75,8 @@ class Estimate:
     notes: tuple[str, ...] = ()
     # How ranks share the model, and whose part of it this is.
     grid: Grid = ALONE
+    # Ranks that share the sequence of the same samples.
+    together: int = 1
 
     @property
     def fits(self) -> bool:
@@ -93,7 +95,7 @@ class Estimate:
     @property
     def samples(self) -> int:
         """Samples of one update."""
-        return self.micro_batch * self.accumulation * self.data_ranks
+        return self.micro_batch * self.accumulation * self.data_ranks // self.together
 
     @property
     def data_ranks(self) -> int:
@@ -160,6 +162,7 @@ def answer(
         time=time,
         notes=(*notes, *_notes(config, machine, ranks, grid, parameters // grid.size)),
         grid=grid,
+        together=config.wherry.context_parallel,
     )
 
 

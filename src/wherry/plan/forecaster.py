@@ -28,7 +28,7 @@ HOSTS_PRODUCTS = (
 # Micro-batches that a search runs, to go by the straight line through them.
 NEAR, FAR = 1, 8
 # What one forward and backward does also goes by these keys.
-_OF_PASSES = {"unit_classes", "tile_linear", "chunked_loss", "sequence_tiles"}
+_OF_PASSES = {"unit_classes", "tile_linear", "chunked_loss", "sequence_tiles", "context_parallel"}
 
 
 class Forecast(NamedTuple):
@@ -141,7 +141,9 @@ class Forecaster:
         What an engine holds and moves besides is known from a run of it, best of one with the same placement.
         """
         counts = self._by_formula(config, grid)
-        if runs := [(ran, found) for ran, where, found in self._exact if where == grid]:
+        order = config.wherry.accumulation  # layer by layer an engine holds other things at a time
+        alike_in = (run for run in self._exact if run[1] == grid and run[0].wherry.accumulation == order)
+        if runs := [(ran, found) for ran, _, found in alike_in]:
             alike = [run for run in runs if run[0].placement() == config.placement()]
             ran, found = (alike or runs)[-1]
             counts = found.with_difference(self._by_formula(ran, grid), counts)
@@ -158,7 +160,7 @@ class Forecaster:
         return placed(self._outline(grid, config), config, self.data_ranks, gpu=self.machine.gpus > 0)
 
     def _passes(self, config: Config, grid: Grid) -> Forecast:
-        """The forward and backward of one micro-batch, on one rank that has all states on its device."""
+        """The forward and backward of one micro-batch, on a rank that has all states on its device."""
         micro = config.batch(self.data_ranks).micro
         if micro == NEAR or not self.source.scales:
             return self._passes_of(config, micro, grid)
@@ -169,12 +171,14 @@ class Forecaster:
 
     def _passes_of(self, config: Config, micro: int, grid: Grid) -> Forecast:
         policy = config.activation_checkpointing.model_dump_json()
-        key = policy, config.working_precision(), micro, grid
+        own = config.wherry.model_dump(include=_OF_PASSES)
+        key = policy, json.dumps(own), config.working_precision(), micro, grid
         if key not in self._runs:
-            tree = config.written | {"zero_optimization": {}}
-            tree["wherry"] = config.wherry.model_dump(include=_OF_PASSES)
-            plain = with_window(configs.load(tree), 1, 1, micro)
-            counts = self._made(plain, 1, grid, apart=1, updates=False)
+            ranks = config.wherry.context_parallel
+            plain = with_window(
+                configs.load(config.written | {"zero_optimization": {}, "wherry": own}), ranks, 1, micro
+            )
+            counts = self._made(plain, ranks, grid, apart=1, updates=False)
             self._runs[key] = Forecast(counts, self._computing(counts, plain))
         return self._runs[key]
 

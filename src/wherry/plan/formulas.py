@@ -64,7 +64,10 @@ def placed(of: Outline, config: Config, ranks: int, *, gpu: bool) -> Counts:
     placement, zero = config.placement(), config.zero_optimization
     width, shards = WORKING_BYTES[precision_of(config)], config.shard_ranks(ranks)
     accumulation = config.batch(ranks).accumulation if config.wherry.accumulation != "layer_major" else 1
-    found = states_between_steps(of.parameters, config, ranks, gpu=gpu)
+    found = states_between_steps(of.trained, config, ranks, gpu=gpu)
+    frozen = "parameters", str(effective(placement.parameters.tier, shared=not gpu))
+    parts = shards if placement.parameters.partitioned else 1
+    found[frozen] = found.get(frozen, 0) + width * -(-(of.parameters - of.trained) // parts)
     weights, gradients = width * of.parameters, width * of.trained
 
     sent: dict[str, float] = {}

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.flop_counter import flop_registry
 
+from wherry.fake import standing_for
 from wherry.observe.footprint import WORKING, Footprint
 from wherry.sharding.autograd import NO_TASK, backward_task
 
@@ -76,7 +77,9 @@ class Recorder(Footprint):
             out = result if isinstance(result, tuple | list) else (result,)
             nbytes = tensor_bytes(out) + (0 if packet in _EMPTY else tensor_bytes(args))
             backward = backward_task() != NO_TASK
-            self.operations[Operation(flops, nbytes, backward, packet in _ATTENTION, self.updating)] += 1
+            self.operations[Operation(flops, nbytes, backward, packet in _ATTENTION, self.updating)] += (
+                standing_for.get()
+            )
         return result
 
 

@@ -323,6 +323,8 @@ class Hooks:
             self.gatherer.settle(unit.flats)
         if unit.whole or not (self.running[self.root.index] or self.backward.running or self._calling):
             return
+        if self.backward.running and any(flat.is_whole_of(parameter) for flat in unit.travelling):
+            return  # saved for this backward, and unpacked
         # Used by a unit that is not its own: from now on it stays gathered through the step.
         unit.share()
         self.gatherer.gather(unit)

@@ -235,6 +235,10 @@ class Flat:
         reader, self.reader = self.reader, DONE
         reader.wait()
 
+    def is_whole_of(self, parameter: nn.Parameter) -> bool:
+        """Whether it is whole, and this one of its parameters."""
+        return self.weights is Weights.WHOLE and any(each is parameter for each in self.parameters)
+
     def show_whole(self) -> None:
         """Let the parameters be views of the whole buffer."""
         self._show(self.views)
