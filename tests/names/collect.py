@@ -50,6 +50,7 @@ CLASSES = {
     "wherry.integrations.transformers.WherryTrainer": transformers.Trainer,
 }
 FUNCTIONS = (
+    "wherry.nn.chunked_cross_entropy",
     "wherry.optim.CPUAdam",
     "wherry.optim.CPUAdagrad",
     "wherry.optim.CPULion",
@@ -58,7 +59,10 @@ FUNCTIONS = (
     "wherry.optim.hidden_matrices",
 )
 # Public to Wherry's own rooms alone.
-_INNER = {"backward_begins", "backward_ends", "forward_begins", "meet", "update", "unwrap", "zero_grad_of_loop"}
+_INNER = {
+    "backward_begins", "backward_ends", "forward_begins", "keep", "meet", "update", "unwrap", "weights_version",
+    "zero_grad_of_loop",
+}  # fmt: skip
 
 _ALIAS = """
 import importlib, json, sys, types
