@@ -25,8 +25,10 @@ def alike(parts: Sequence[T]) -> Iterator[T]:
         return
     yield parts[0]
     token = standing_for.set(standing_for.get() * (len(parts) - 2))
-    yield parts[1]
-    standing_for.reset(token)
+    try:
+        yield parts[1]
+    finally:
+        standing_for.reset(token)
     yield parts[-1]
 
 

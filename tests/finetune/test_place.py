@@ -158,3 +158,20 @@ def test_what_is_chosen_is_in_the_run_and_repeats_it(tmp_path: Path) -> None:
     again = configs.load(config_of(), overrides=found.values)
     assert again.placement() == found.config.placement()
     assert again.wherry.accumulation == found.config.wherry.accumulation
+
+
+def test_a_dry_run_that_fails_leaves_no_count_behind() -> None:
+    from torch._subclasses import FakeTensorMode
+
+    with FakeTensorMode(), pytest.raises(ZeroDivisionError):
+        for number, _ in enumerate(fake.alike(range(9))):
+            if number == 1:
+                assert fake.standing_for.get() == 7
+                raise ZeroDivisionError
+    assert fake.standing_for.get() == 1
+
+
+@pytest.mark.parametrize("own", [{"context_parallel": 0}, {"context_parallel": "two"}, "x"])
+def test_what_is_no_number_of_ranks_is_an_error_of_the_config(own: Any) -> None:
+    with pytest.raises(WherryError, match="wherry"):
+        build_config(parse(["MODEL", "--data", "DATA"]), "sft", {"wherry": own}, bf16=True, ranks=2)

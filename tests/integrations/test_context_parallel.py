@@ -187,11 +187,21 @@ def mamba() -> Any:
     return transformers.MambaForCausalLM(config)
 
 
+def phi() -> Any:
+    rope = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "rope_theta": 1e4}
+    config = transformers.Phi3Config(
+        **SHAPE, pad_token_id=0, rope_parameters=rope, original_max_position_embeddings=32, eos_token_id=0,
+        bos_token_id=0,
+    )  # fmt: skip
+    return transformers.Phi3ForCausalLM(config)
+
+
 @pytest.mark.parametrize(
     ("make", "ranks", "config", "change", "told"),
     [
         (Plain, 2, {}, {}, "causal language model of Transformers"),
         (mamba, 2, {}, {}, "causal language model of Transformers"),
+        (phi, 2, {}, {}, "longrope position embeddings"),
         (partial(model_of, "llama"), 3, {"wherry": {"context_parallel": 2}}, {}, "does not divide the 3"),
         (partial(model_of, "llama"), 3, {"wherry": {"context_parallel": 3}}, {}, "4 heads"),
         (partial(model_of, "llama", "flex_attention"), 2, {}, {}, "attention is flex_attention"),
@@ -213,3 +223,20 @@ def test_what_cannot_be_shared_out_is_told(make: Any, ranks: int, config: Any, c
 
     with pytest.raises(WherryError, match=told):
         run_ranks(ranks, body)
+
+
+def test_trainers_that_compare_whole_rows_are_refused(tmp_path: Any) -> None:
+    trl = pytest.importorskip("trl", reason="the extra `transformers` is not installed")
+    from wherry.integrations.transformers import WherryMixin, WherryTrainer
+
+    class Comparing(WherryMixin, trl.DPOTrainer):
+        """Its check alone is of interest."""
+
+        def __init__(self) -> None:
+            self.label_smoother = self.compute_loss_func = None
+
+    with pytest.raises(WherryError, match="DPOTrainer computes a loss from whole rows"):
+        Comparing()._check_loss()
+    arguments = transformers.TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, use_cpu=True, report_to=[])
+    with pytest.raises(WherryError, match="label_smoothing_factor"):
+        WherryTrainer(model_of("llama"), arguments, wherry_config={"wherry": {"context_parallel": 2}})

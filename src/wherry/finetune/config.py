@@ -103,8 +103,9 @@ def build_config(options: Options, method: str, given: Mapping[str, Any] | None,
 
 def _readers(config: Mapping[str, Any], method: str, ranks: int) -> int:
     """How many of the ranks have different rows."""
-    together = (config.get("wherry") or {}).get("context_parallel", 1)
-    if together == 1 or not isinstance(together, int):
+    own = config.get("wherry")
+    together = own.get("context_parallel", 1) if isinstance(own, dict) else 1
+    if not isinstance(together, int) or together < 2:  # what is no number of ranks is told with the config
         return ranks
     if method == "dpo":
         raise WherryError(

@@ -108,6 +108,8 @@ class WherryMixin:
         self._losses: list[torch.Tensor] = []
         with StayingInMemory():  # what PEFT draws around a model on the meta device
             super().__init__(*args, **kwargs)
+        if self.get_cp_size() > 1:
+            self._check_loss()
         if self.args.load_best_model_at_end and self.args.save_only_model:
             raise WherryError(
                 "load_best_model_at_end reads the engine's checkpoints, and save_only_model leaves them out; set one "
@@ -142,6 +144,7 @@ class WherryMixin:
 
     def _prepare_for_training(self, max_steps: int, *args: Any, **kwargs: Any) -> Any:
         self._max_steps = max_steps
+        self._forwards, self._losses = [], []  # of a window that an earlier training has not ended
         if self.engine is not None and self.engine.module is not self.model:
             self.engine.close()  # with `model_init` every training has a model of its own
             self.engine = None
@@ -165,13 +168,12 @@ class WherryMixin:
             return self.engine
         if training:
             self._start_to_train()
-        elif self._wherry_config.placement().parameters.partitioned:
+        elif self._wherry_config.placement().parameters.partitioned or self.get_cp_size() > 1:
             config = configs.load(self._wherry_config, overrides={"optimizer": None, "scheduler": None})
             self.engine = self._build_engine(resolve(config, self.args, 0), None)
         return self.engine if self.engine is not None else model
 
     def _start_to_train(self) -> None:
-        self._forwards.clear()
         if self.engine is not None:
             self.engine.unwrap()  # it was for an evaluation, and has no optimizer
         given = self.optimizer.optimizer if isinstance(self.optimizer, AcceleratedOptimizer) else self.optimizer
@@ -215,6 +217,11 @@ class WherryMixin:
         accelerator, together = self.accelerator, self.get_cp_size()
         if data_loader in accelerator._dataloaders:
             return data_loader
+        if accelerator.dispatch_batches:
+            raise WherryError(
+                "wherry.context_parallel: dispatch_batches has one rank read for all, and ranks that share rows read "
+                "the same ones; leave it out"
+            )
         prepared = prepare_data_loader(
             data_loader,
             accelerator.device,
@@ -226,6 +233,8 @@ class WherryMixin:
             dispatch_batches=False,
             even_batches=accelerator.even_batches,
             use_seedable_sampler=accelerator.use_seedable_sampler,
+            data_seed=accelerator.dataloader_config.data_seed,
+            use_stateful_dataloader=accelerator.use_stateful_dataloader,
             non_blocking=accelerator.non_blocking,
         )
         accelerator._dataloaders.append(prepared)
@@ -237,7 +246,6 @@ class WherryMixin:
         together = self.get_cp_size()
         if together == 1 or "labels" not in inputs:
             return super().compute_loss(model, inputs, return_outputs, num_items_in_batch)  # type: ignore[misc]
-        self._check_loss()
         if num_items_in_batch is None:  # this rank's loss is over what all of them have
             ranks = self.accelerator.num_processes if self.args.average_tokens_across_devices else 1
             num_items_in_batch = (inputs["labels"][:, 1:] != IGNORED).sum() * ranks / together
@@ -247,16 +255,16 @@ class WherryMixin:
         return (loss, {}) if return_outputs else loss
 
     def _check_loss(self) -> None:
-        owner = next(cls for cls in type(self).__mro__ if "compute_loss" in vars(cls) and cls is not WherryMixin)
-        of_logits = "label_smoothing_factor" if self.label_smoother is not None else "compute_loss_func"
-        if owner.__module__.startswith("trl.") and owner.__name__ != "SFTTrainer":
-            of_logits = owner.__name__
-        elif self.label_smoother is self.compute_loss_func is None:
-            return
-        raise WherryError(
-            f"wherry.context_parallel: {of_logits} computes a loss from the logits of whole rows, and ranks that share "
-            "rows have their parts; set it to 1"
-        )
+        """Refuse what computes a loss of its own from whole rows."""
+        those_of_trl = (cls for cls in type(self).__mro__ if cls.__module__.startswith("trl."))
+        of_rows = [cls.__name__ for cls in those_of_trl if "compute_loss" in vars(cls) and cls.__name__ != "SFTTrainer"]
+        of_rows += ["label_smoothing_factor"] if self.label_smoother is not None else []
+        of_rows += ["compute_loss_func"] if self.compute_loss_func is not None else []
+        if of_rows:
+            raise WherryError(
+                f"wherry.context_parallel: {of_rows[0]} computes a loss from whole rows, and ranks that share "
+                "rows have their parts; set it to 1"
+            )
 
     def evaluation_loop(
         self, dataloader: Any, description: str, prediction_loss_only: bool | None = None, *args: Any, **kwargs: Any

@@ -122,14 +122,22 @@ class ContextParallel:
             if name not in ("labels", "position_ids")
         }
         mask, positions = given.get("attention_mask"), given.get("position_ids")
+        if mask is not None:  # the way to attention is another; of experts' losses a part may be all padding
+            mine["attention_mask"] = labels.new_ones(shape[0], width)
         if positions is None:
             positions = torch.arange(shape[1], device=labels.device).expand(shape)
+        elif positions.dim() != 2 or positions.shape[1] != shape[1]:
+            raise WherryError(
+                f"context parallelism: position_ids: expected one for each of {tuple(shape)} tokens, got "
+                f"{tuple(positions.shape)}"
+            )
         elif not faking() and bool((positions.diff(dim=-1) < (mask is None)).any()):
             raise WherryError(
                 "context parallelism: position_ids begin anew within a row, as of several packed into one, whose "
                 "borders attention over parts of it does not know; give unpacked rows (packing_strategy "
                 '"wrapped" packs without borders)'
             )
+        positions = positions.expand(shape)
         beyond = torch.arange(1, short + 1, device=labels.device)
         positions = torch.cat([positions, positions[:, -1:] + beyond], 1) if short else positions
         mine["position_ids"] = positions.narrow(1, start, width)
@@ -294,7 +302,24 @@ def _language_model(model: nn.Module) -> nn.Module | str:
     strange = {kind for kind in getattr(text, "layer_types", None) or () if "attention" not in kind or "linear" in kind}
     if strange or any(isinstance(module, nn.Conv1d) for module in found.modules()):
         return f"{type(found).__name__} has layers ({', '.join(strange) or 'convolutions'}) that go along the sequence"
+    if "loss_function" not in inspect.unwrap(type(found).forward).__code__.co_names:
+        return f"{type(found).__name__} computes its loss in a way of its own, from labels in a row"
+    if by_length := _knows_its_place(found, text):
+        return f"{type(found).__name__} has {by_length}, which parts of a sequence cannot have"
     return found
+
+
+def _knows_its_place(model: nn.Module, config: Any) -> str | None:
+    """What in a model asks how long a sequence is, or where in it a token is, otherwise than by position_ids."""
+    kinds: set[Any] = set()
+    for module in model.modules():
+        kind = getattr(module, "rope_type", None)
+        kinds |= set(kind.values()) if isinstance(kind, dict) else {kind}
+        if isinstance(getattr(module, "sinks", None), nn.Parameter):
+            return "sinks of each head in its attention"
+    if found := kinds & {"longrope", "dynamic"}:
+        return f"{found.pop()} position embeddings"
+    return "attn_temperature_tuning" if getattr(config, "attn_temperature_tuning", False) else None
 
 
 def _taken(module: nn.Module) -> set[str]:

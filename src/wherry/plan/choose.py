@@ -197,7 +197,8 @@ def _savings(config: Config, free: frozenset[str], tried: Sequence[Tried]) -> It
     tiles: dict[str, Any] = {TILES: "auto"} if TILES in free else {}
     apart = any(each.estimate.machine.gpus for each in tried)
     away: dict[str, Any] = {CHECKPOINTS: True} if CHECKPOINTS in free and apart else {}
-    yield tuple(again | each for each in (tiles, away, tiles | away) if each)
+    ways = (tiles, away, tiles | away) if tiles and away else (tiles | away,)
+    yield tuple(again | each for each in ways if each)
 
 
 def _groups(
