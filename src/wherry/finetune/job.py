@@ -274,7 +274,7 @@ class FineTuning:
         return build_config(self.options, self.method, self.given, bf16=self.bf16, ranks=self.comm.size)
 
     def _place(self) -> _Settled:
-        from wherry.finetune.place import as_table, place, source_for
+        from wherry.finetune.place import as_table, order_of, place, source_for
         from wherry.observe.screen import Screen
         from wherry.plan.probe import disk_folder, this_machine
         from wherry.sources import find
@@ -290,6 +290,7 @@ class FineTuning:
                 config, source, machine, self.comm.size, self.sequence, options.nvme_path, self._lighter(base, rows)
             )
         screen.print(as_table(placed))
+        screen.print(order_of(placed), style="dim", markup=False)
         return _Settled(placed.config, dict(placed.values), placed.activations)
 
     def _place_before(self) -> _Settled:

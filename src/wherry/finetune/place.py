@@ -107,7 +107,7 @@ def _others(choice: Choice) -> tuple[Tried, ...]:
     best: dict[tuple[Any, ...], Tried] = {}
     for each in choice.fits:
         found = each.estimate
-        key = found.placement.name, found.recompute, _order(each.config, found)
+        key = found.placement.name, found.recompute
         if key not in best or each.rate > best[key].rate:
             best[key] = each
     rest = [each for each in best.values() if each.values != choice.values]
@@ -122,7 +122,7 @@ def as_table(placed: Placed) -> Table:
     gpu = placed.estimate.machine.gpus > 0
     names = [use.place for use in placed.estimate.uses if use.needed or use.place != "disk"]
     sizes = (f">{name}" for name in names)
-    found = table("weights", "optimizer state", ">rows", "activations", "updated", *sizes, ">a step")
+    found = table("weights", "optimizer state", ">rows", "activations", *sizes, ">a step")
     shown: set[tuple[str, ...]] = set()
     chosen = placed.config, placed.estimate
     for config, estimate in (chosen, *((each.config, each.estimate) for each in placed.others)):
@@ -131,28 +131,33 @@ def as_table(placed: Placed) -> Table:
         cells = (
             resting["parameters"],
             resting["optimizer"],
-            f"{estimate.micro_batch} x {estimate.accumulation}{_order(config, estimate)}",
+            f"{estimate.micro_batch} x {estimate.accumulation}",
             _activations(config, estimate),
-            _UPDATED[update_policy(config, config.placement(), shared=not gpu).when],
             *(needed.get(name, "") for name in names),
             seconds(estimate.seconds) if estimate.seconds else "",
         )
-        if cells[:5] not in shown and len(shown) < _SHOWN:  # on a CPU placements differ in name alone
+        if cells[:4] not in shown and len(shown) < _SHOWN:  # on a CPU placements differ in name alone
             found.add_row(*cells, style="dim" if shown else "bold")
-        shown.add(cells[:5])
+        shown.add(cells[:4])
     return found
 
 
 _UPDATED = {
     "at_step": "at the step",
-    "before_use": "before use",
-    "in_backward": "in backward",
+    "before_use": "before their next use",
+    "in_backward": "in the backward",
     "delayed": "a step late",
 }
 
 
-def _order(config: Config, estimate: Estimate) -> str:
-    return " together" if config.wherry.accumulation == "layer_major" and estimate.accumulation > 1 else ""
+def order_of(placed: Placed) -> str:
+    """In which order a step of it goes."""
+    config, estimate = placed.config, placed.estimate
+    policy = update_policy(config, config.placement(), shared=not estimate.machine.gpus)
+    told = f"weights are updated {_UPDATED[policy.when]}"
+    if config.wherry.accumulation == "layer_major" and estimate.accumulation > 1:
+        told += f"; the {estimate.accumulation} micro-batches of a step go through a block together"
+    return told
 
 
 def _activations(config: Config, estimate: Estimate) -> str:
