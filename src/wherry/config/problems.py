@@ -44,21 +44,26 @@ def config_error(problems: Sequence[Problem], source: str | None) -> ConfigError
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """`, did you mean "stage"?` when a known word is near, else an empty string."""
+    near = _nearest(word, known)
+    return "" if near is None else f', did you mean "{near}"?'
+
+
+def path_meant(path: Path) -> str:
+    """The same of a path that is not there, from the names of what lies where it would be."""
+    try:
+        near = _nearest(path.name, sorted(each.name for each in path.parent.iterdir()))
+    except OSError:
+        return ""
+    return "" if near is None else f', did you mean "{path.parent / near}"?'
+
+
+def _nearest(word: str, known: Iterable[str]) -> str | None:
     known = list(known) if len(word) <= _LONGEST_WORD else []
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     if not near:
         lowered = {name.lower(): name for name in known}
         near = [lowered[match] for match in difflib.get_close_matches(word.lower(), lowered, n=1, cutoff=0.6)]
-    return f', did you mean "{near[0]}"?' if near else ""
-
-
-def path_meant(path: Path) -> str:
-    """The same of a path that is not there, from what lies where it would be."""
-    try:
-        beside = sorted(path.parent.iterdir())
-    except OSError:
-        return ""
-    return did_you_mean(str(path), map(str, beside))
+    return near[0] if near else None
 
 
 class Parser(argparse.ArgumentParser):
