@@ -19,8 +19,8 @@ from wherry.sharding.layout import Place, tile_places
 from wherry.sharding.meta import Given, give, give_buffer, pieces, write
 from wherry.sharding.model_checks import taken
 from wherry.sharding.param_shard import ParamShard, own_values, shard_of
-from wherry.sharding.quantised import is_wide
-from wherry.sharding.safetensors_folder import TensorBlock, TensorSource, open_folder
+from wherry.sharding.quantised import is_wide, turned
+from wherry.sharding.safetensors_folder import TensorBlock, TensorSource, Turned, open_folder
 
 
 @dataclass
@@ -94,6 +94,8 @@ def _matched(
         sources = open_folder(path, model, names)
         places = tile_places(model)
         wrong, kinds = _cut_tiles(places, sources), dict[str, str]()
+        for name in turned(model) & sources.keys():
+            sources[name] = Turned(sources[name])
         by_tensor: dict[torch.Tensor, TensorSource] = {}
         other_names: dict[torch.Tensor, list[str]] = {}
         for name, tensor in names.items():

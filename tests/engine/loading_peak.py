@@ -15,6 +15,7 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import wherry
+from wherry.integrations.bits import to_bits
 from wherry.plan.imagined import FakeComm
 from wherry.sharding.meta import StayingInMemory
 
@@ -24,6 +25,8 @@ SIZES: dict[str, Any] = {
     "vocab_size": 32000, "num_hidden_layers": 17, "tie_word_embeddings": False,
 }  # fmt: skip
 SMALL = {**SIZES, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+# Of small weights, as bitsandbytes makes a few copies of one while it quantizes it on a CPU.
+THIN: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 28, "vocab_size": 4000}
 
 
 def outline(sizes: dict[str, Any]) -> Any:
@@ -61,20 +64,20 @@ def status(name: str) -> int:
     return 1024 * int(found[1])
 
 
-def engine_of(sizes: dict[str, Any], folder: Path, offload: dict[str, Any]) -> Any:
+def engine_of(sizes: dict[str, Any], folder: Path, offload: dict[str, Any], bits: int | None = None) -> Any:
     model = outline(sizes)
-    wherry.load_pretrained(model, folder)
+    wherry.load_pretrained(model if bits is None else to_bits(model, bits, torch.bfloat16, "test"), folder)
     with StayingInMemory():
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"]))
     config = {"zero_optimization": {"stage": 3, **offload}}
     return wherry.initialize(model=model, config=config, mesh=FakeComm(0, RANKS))[0]
 
 
-def loaded(sizes: dict[str, Any], folder: Path, offload: dict[str, Any]) -> dict[str, int]:
+def loaded(sizes: dict[str, Any], folder: Path, offload: dict[str, Any], bits: int | None = None) -> dict[str, int]:
     """What an engine holds, and the most that there was of memory above what there was before."""
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
-    engine = engine_of(sizes, folder, offload)
+    engine = engine_of(sizes, folder, offload, bits)
     took = status("VmHWM") - before
     rows = {f"{row.state} {row.tier}": row.bytes_actual for row in engine.memory()}
     engine.close()
@@ -86,14 +89,18 @@ def main() -> None:
     torch.set_num_threads(1)
     disk = {"device": "nvme", "nvme_path": str(folder / "weights"), "max_in_cpu": 0}
     tiers: dict[str, dict[str, Any]] = {"host": {"offload_param": {"device": "cpu"}}, "disk": {"offload_param": disk}}
+    bits = int(sys.argv[2]) if len(sys.argv) > 2 else None
+    if bits is not None:
+        tiers.pop("disk")
     sparse_folder(outline(SMALL), folder / "small", 2)
     for offload in tiers.values():
-        loaded(SMALL, folder / "small", offload)  # what is loaded at first use is not of the model
-    model = outline(SIZES)
+        loaded(SMALL, folder / "small", offload, bits)  # what is loaded at first use is not of the model
+    sizes = SIZES if bits is None else {**SIZES, **THIN}
+    model = outline(sizes)
     total = sparse_folder(model, folder / "large", 5)
     piece = max(parameter.nbytes for parameter in model.parameters())
     del model
-    found = {tier: loaded(SIZES, folder / "large", offload) for tier, offload in tiers.items()}
+    found = {tier: loaded(sizes, folder / "large", offload, bits) for tier, offload in tiers.items()}
     blocks = sum(file.stat().st_blocks * 512 for file in (folder / "large").glob("*"))
     json.dump({"total": total, "piece": piece, "on disk": blocks, **found}, sys.stdout)
 

@@ -1,7 +1,8 @@
 """A program of the tests: the trainings of `wherry finetune`, and without Wherry. `against_trl.py FOLDER CASES OUT`.
 
 Each case is "model how method stage tier", behind which may stand how many ranks share a row and how many micro-batches
-run together, or "model how method plain PARTS". Rank 0 writes losses and gradient norms by case.
+run together, or "model how method plain PARTS". How is full, lora, or lora beside weights in 4 or 8 bits, as lora4.
+Rank 0 writes losses and gradient norms by case.
 """
 
 from __future__ import annotations
@@ -45,7 +46,8 @@ def options_of(
         "--log-interval=1",
     ]
     words += ["--no-save", "--eval-interval=1000", "--lr-warmup-iters=0", "--clip-grad=0.5"]
-    words += ["--lora=r=4"] if how == "lora" else []
+    words += ["--lora=r=4"] if how != "full" else []
+    words += [f"--bits={how[4:]}"] if how[4:].isdigit() else []
     words += ["--set=wherry.accumulation=layer_major"] if window != "1" else []
     words += [f"--offload-optimizer={tier}"] + ([f"--offload-param={tier}"] if stage == "3" else [])
     words += [f"--nvme-path={folder / 'disk'}"] if tier == "nvme" else []
@@ -66,7 +68,7 @@ def ours(folder: Path, model: str, options: Namespace, method: str) -> Any:
         {"ref_model": load(folder / model, torch.float32, model)} if method == "dpo" and not options.lora else {}
     )
     trainer = trainer_class(method)(
-        model=load(folder / model, torch.float32, model), args=arguments, train_dataset=examples.train,
+        model=load(folder / model, torch.float32, model, options.bits), args=arguments, train_dataset=examples.train,
         processing_class=tokenizer, wherry_config=config, **reference,
         peft_config=lora_config(options.lora, {}) if options.lora else None,
     )  # fmt: skip
@@ -97,14 +99,30 @@ def plain(folder: Path, model: str, options: Namespace, method: str, parts: int)
         bf16=False, max_grad_norm=0.5, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True,
         max_length=64, lr_scheduler_type="cosine", gradient_checkpointing=False,
     )  # fmt: skip
-    whole = transformers.AutoModelForCausalLM.from_pretrained(folder / model, dtype=torch.float32)
+    whole = transformers.AutoModelForCausalLM.from_pretrained(
+        folder / model, dtype=torch.float32, quantization_config=quantisation(options.bits), device_map="cpu"
+    )
     trainer = cls(
         model=whole, args=arguments, train_dataset=Dataset.from_list(rows),
         processing_class=transformers.AutoTokenizer.from_pretrained(folder / model),
         peft_config=lora_config(options.lora, {}) if options.lora else None,
     )  # fmt: skip
+    for parameter in trainer.model.parameters():
+        if parameter.requires_grad:  # TRL makes adapters of quantized models bf16
+            parameter.data = parameter.data.float()
     trainer.train()
     return history(trainer)
+
+
+def quantisation(bits: int | None) -> Any:
+    if bits is None:
+        return None
+    if bits == 8:
+        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    return transformers.BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=torch.float32,
+    )  # fmt: skip
 
 
 def main() -> None:

@@ -46,9 +46,10 @@ def without(folder: Path) -> dict[str, list[list[float]]]:
     return run(folder, list(dict.fromkeys(cases)), 1, "plain")
 
 
-def oracle(model: str, ranks: int) -> int:
-    """Micro-batches: the loss by which experts share tokens out is of each rank's, and of all of a step for others."""
-    return ranks if model == "mixtral" else 1
+def oracle(model: str, ranks: int, how: str = "full") -> int:
+    """Micro-batches: the loss by which experts share tokens out is of each rank's, and of all of a step for others; so
+    are scales of what goes into layers of 8 bits."""
+    return ranks if model == "mixtral" or how == "lora8" else 1
 
 
 # Of each rank count every training, and every place with half of them; the other half on the other rank count.
@@ -79,10 +80,19 @@ def test_micro_batches_that_run_together_have_the_losses_of_trl(
     check(run(folder, cases, ranks, f"together-{ranks}"), without, 1)
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_adapters_beside_weights_in_few_bits_have_the_losses_of_trl(folder: Path, ranks: int) -> None:
+    pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+    trainings = [f"{model} lora{bits} {method}" for model in MODELS[:3] for bits in (4, 8) for method in ("sft", "dpo")]
+    plain = [f"{one} plain {oracle(*one.split()[:1], ranks, one.split()[1])}" for one in trainings]
+    cases = [f"{one} {' '.join(placed(number + 3 * ranks))}" for number, one in enumerate(trainings)]
+    check(run(folder, cases, ranks, f"bits-{ranks}"), run(folder, plain, 1, f"bits-plain-{ranks}"), ranks)
+
+
 def check(found: dict[str, list[list[float]]], without: dict[str, list[list[float]]], ranks: int) -> None:
     for case, losses in found.items():
         model, how, method = case.split()[:3]
-        expected = without[f"{model} {how} {method} plain {oracle(model, ranks)}"]
+        expected = without[f"{model} {how} {method} plain {oracle(model, ranks, how)}"]
         assert len(losses) == len(expected) == 3
         for (loss, norm), (true_loss, true_norm) in zip(losses, expected, strict=True):
             assert loss == pytest.approx(true_loss, rel=2e-5), case

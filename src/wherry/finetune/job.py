@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -135,6 +136,7 @@ class FineTuning:
 
         transformers.logging.set_verbosity_error()  # what is to be told is told here
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|trl|peft")
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # of every product that it casts
         transformers.logging.disable_progress_bar()
         datasets.disable_progress_bars()
         self.options, self.folder = options, folder
@@ -153,6 +155,7 @@ class FineTuning:
         from wherry.integrations.model_folder import read_tokenizer
 
         options = self.options
+        self.bits = self._first(self._bits)
         start = self._first(lambda: find_checkpoint(options))
         self.tokenizer = read_tokenizer(self.folder, "finetune")
         self._complete_tokenizer()
@@ -163,7 +166,7 @@ class FineTuning:
         self.place = self._first(self._place if start is None else self._place_before)
         self.config = self.place.config
         self.run_dir: Path = self._first(self._make_run_dir)
-        return self._train(self._trainer(load(self.folder, self._dtype(), self.name)), start)
+        return self._train(self._trainer(load(self.folder, self._dtype(), self.name, self.bits)), start)
 
     def _first(self, work: Callable[[], T]) -> T:
         """Done by rank 0; what comes of it, or what is wrong, on every rank."""
@@ -178,6 +181,18 @@ class FineTuning:
         return on_first(self.comm, "finetune", told)
 
     # What to train on, and where.
+
+    def _bits(self) -> int | None:
+        """Of the weights beside the adapters: those of the folder, or as they are asked for."""
+        from wherry.integrations.bits import bits_in
+
+        held, asked = bits_in(self.folder, "finetune"), self.options.bits
+        has = f"{self.folder} has weights in {held} bits already"
+        if held is not None and self.options.lora is None:
+            raise WherryError(f"finetune: {has}, which cannot be trained; add --lora for adapters beside them")
+        if held is not None and asked not in (held, None):
+            raise WherryError(f"--bits {asked}: {has}, of which no others are made")
+        return held or asked
 
     def _complete_tokenizer(self) -> None:
         """With what TRL would take it from its arguments, and what the model says where a tokenizer says nothing."""
@@ -248,13 +263,18 @@ class FineTuning:
             screen.print(f"an example{f', {what}' * bool(what)}:", markup=False)
             screen.print(show_example(ids, labels, self.tokenizer, width=min(120, screen.width)))
 
-    def _adapt(self, lora: str | None) -> Callable[[Any], Any] | None:
+    def _adapt(self, lora: str | None, bits: int | None) -> Callable[[Any], Any] | None:
         if lora is None:
             return None
         import peft
+        import torch
 
-        config = self._lora(lora)
-        return lambda model: peft.get_peft_model(model, config)
+        from wherry.integrations.bits import to_bits
+
+        config, dtype = self._lora(lora), self._config().working_dtype() or torch.float32
+        return lambda model: peft.get_peft_model(
+            model if bits is None else to_bits(model, bits, dtype, "finetune"), config
+        )
 
     def _lora(self, lora: str | None) -> Any:
         from wherry.finetune.config import split
@@ -263,10 +283,15 @@ class FineTuning:
         return None if lora is None else lora_config(lora, split(self.options)[1]["lora"])
 
     def _lighter(self, base: ModelSource, rows: int) -> dict[str, ModelSource]:
-        """What may fit where all of the model does not, by its flag."""
+        """What may fit where this does not, by its flags."""
         from wherry.finetune.place import source_for
+        from wherry.integrations import bits
 
-        return {} if self.options.lora is not None else {"--lora": source_for(base, self._adapt(""), rows)}
+        adapted, lora = self.options.lora is not None, self.options.lora or ""
+        found = {} if adapted else {"--lora": self._adapt("", None)}
+        if self.bits is None and bits.is_here():
+            found["--bits 4" if adapted else "--lora --bits 4"] = self._adapt(lora, 4)
+        return {flags: source_for(base, adapt, rows) for flags, adapt in found.items()}
 
     def _config(self) -> Config:
         from wherry.finetune.config import build_config
@@ -282,7 +307,7 @@ class FineTuning:
         options, config = self.options, self._config()
         rows = 2 if self.method == "dpo" else 1
         base = find(str(self.folder.absolute()))
-        source = source_for(base, self._adapt(options.lora), rows, with_reference=self._has_reference())
+        source = source_for(base, self._adapt(options.lora, self.bits), rows, with_reference=self._has_reference())
         screen = Screen()
         with screen.status("looking for where everything rests"):
             machine = this_machine(disk_folder(config, options.nvme_path), every_gpu=True)
@@ -409,6 +434,7 @@ class FineTuning:
         about = as_file(options, self.place.chosen)
         (self.run_dir / FILE).write_text(yaml.safe_dump(about, sort_keys=False), encoding="utf-8")
         how = "LoRA of" if options.lora is not None else "all of"
+        how += f" {self.bits} bits of" if self.bits is not None else ""
         title = f"{self.method}: {how} {Path(self.name).name} on {count(self.comm.size, 'rank')}"
         args = trainer.args
         run = Reported(

@@ -69,11 +69,11 @@ def _value(text: str) -> Any:
     return {"true": True, "false": False}.get(text.lower(), text)
 
 
-def load(folder: Path, dtype: torch.dtype, name: str) -> Any:
+def load(folder: Path, dtype: torch.dtype, name: str, bits: int | None = None) -> Any:
     """The model on the meta device, which knows by which name it was asked for."""
     import transformers
 
-    model = read_model(folder, dtype, "finetune")
+    model = read_model(folder, dtype, "finetune", bits)
     model.config._name_or_path = model.name_or_path = name
     model.config.use_cache = False
     if (folder / "generation_config.json").exists():

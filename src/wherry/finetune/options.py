@@ -42,6 +42,9 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
         flag("--lora", nargs="?", const="", metavar="r=16,...",
              help="train adapters of low rank beside the frozen weights: r (16), alpha (2r), dropout (0), target "
              "(all-linear, or names joined by +), and what else PEFT's LoraConfig has"),
+        flag("--bits", type=int, choices=(4, 8),
+             help="with --lora: hold the frozen weights in so many bits, by bitsandbytes: nf4 with double "
+             "quantization, or int8"),
         flag("--full", action="store_true", help="train all weights (the default)"),
         flag("--method", choices=METHODS,
              help="default: by the data; sft: learn the answers; dpo: prefer one answer to another; pretrain: learn "
@@ -150,6 +153,8 @@ def parse(argv: list[str]) -> Options:
     for name, what in (("model", "a MODEL, a folder that transformers loads"), ("data", "--data")):
         if getattr(options, name) is None:
             raise WherryError(f"finetune: {what} is missing; try `wherry finetune MODEL --data DATA`")
+    if options.bits is not None and options.lora is None:
+        raise WherryError(f"--bits {options.bits}: weights in few bits cannot be trained; add --lora, for adapters")
     if options.no_save and options.save_interval:
         raise WherryError("--no-save: --save-interval asks for checkpoints; leave one of the two out")
     if options.steps is not None and options.epochs is not None:

@@ -25,6 +25,7 @@ from wherry.plan.forecaster import Forecaster
 from wherry.plan.machines import Machine
 from wherry.plan.model_source import Inputs, ModelSource
 from wherry.plan.quantities import seconds, size
+from wherry.sharding.quantised import flat_kind
 from wherry.update.policy import update_policy
 
 _SHOWN = 6
@@ -194,11 +195,54 @@ def source_for(base: ModelSource, adapt: Adapt | None, rows: int, *, with_refere
         # PEFT moves what it makes, which tensors without memory do not take.
         with unset_fake_temporarily(), torch.device("meta"):
             model = adapt(base.make(1, 1)[0])
-        model = _faked(model)
+        model = _faked(_with_stand_ins(model))
         ids = torch.zeros(micro_batch * rows, sequence, dtype=torch.int64)
         return model, Inputs((), {"input_ids": ids, "labels": ids})
 
     return dataclasses.replace(base, make=make, part=None)
+
+
+class _Coded(nn.Module):
+    """A layer of bitsandbytes without values: what it holds, and what comes and goes while it computes."""
+
+    def __init__(self, layer: Any) -> None:
+        super().__init__()
+        weight = layer.weight
+        dtype, count = flat_kind(weight, None)
+        self.weight = nn.Parameter(torch.empty(count, dtype=dtype, device="meta"), requires_grad=False)
+        self.bias, self.shape, self.in_8_bits = layer.bias, weight.shape, dtype is torch.int8
+        scales = 4 * len(weight)
+        if not self.in_8_bits:
+            blocks = weight.numel() // weight.blocksize
+            scales = blocks + blocks // 64 if weight.compress_statistics else 4 * blocks
+        self.scales = nn.Buffer(torch.empty(scales, dtype=torch.uint8, device="meta"))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = _ByCodes.apply(hidden, self.weight, self.shape, self.in_8_bits)
+        return out if self.bias is None else out + self.bias
+
+
+class _ByCodes(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: torch.Tensor, codes: torch.Tensor, shape: torch.Size, keeps: bool
+    ) -> torch.Tensor:  # fmt: skip
+        ctx.codes, ctx.shape = codes, shape
+        ctx.hidden = hidden if keeps else None
+        return nn.functional.linear(hidden, hidden.new_empty(shape))
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return gradients[0] @ gradients[0].new_empty(ctx.shape), None, None, None
+
+
+def _with_stand_ins(model: nn.Module) -> nn.Module:
+    """Operations of bitsandbytes read values, which tensors of a plan lack."""
+    for path, layer in list(model.named_modules()):
+        weight = layer._parameters.get("weight")
+        if weight is not None and flat_kind(weight, None) != (weight.dtype, weight.numel()):
+            model.set_submodule(path, _Coded(layer))
+    return model
 
 
 def _faked(model: nn.Module) -> nn.Module:

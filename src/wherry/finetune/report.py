@@ -27,10 +27,10 @@ def facts_of(job: FineTuning, trainer: Any, start: Path | None) -> Facts:
     rows += [count(job.readers, "rank")] if job.readers > 1 else []
     together = job.comm.size // job.readers
     shared = f", each shared by {together} ranks" if together > 1 else ""
-    trained = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    whole = sum(p.numel() for p in trainer.model.parameters())
+    whole, trained = (trainer.model.num_parameters(only_trainable=only) for only in (False, True))
+    coded = f", {job.bits} bits each in its layers" if job.bits is not None else ""
     facts = [
-        ("model", f"{job.name}: {whole:,} parameters, {trained:,} of them trained"),
+        ("model", f"{job.name}: {whole:,} parameters{coded}, {trained:,} of them trained"),
         ("data", job.examples.source),
         ("batch", f"{' x '.join(rows)}, at most {job.sequence} tokens each{shared}"),
         (
@@ -89,11 +89,12 @@ def card_of(job: FineTuning, trainer: Any, outcome: Outcome) -> str:
     head = ["---", *([f"base_model: {job.name}"] if named else [])]
     head += [f"library_name: {'peft' if adapter else 'transformers'}", "pipeline_tag: text-generation"]
     head += ["tags:", "- wherry", "- trl", f"- {job.method}", *(["- lora"] if adapter else []), "---"]
+    coded = f", beside weights in {job.bits} bits of bitsandbytes" if job.bits is not None else ""
     size = args.train_batch_size * args.gradient_accumulation_steps * job.readers
     versions = f"Wherry {wherry.__version__}, torch {torch.__version__}, transformers {transformers.__version__}"
     rows = [
         ("base model", job.name if named else Path(job.name).name),
-        ("method", f"{job.method}, {'LoRA: ' + (options.lora or 'r=16') if adapter else 'all weights'}"),
+        ("method", f"{job.method}, {'LoRA: ' + (options.lora or 'r=16') if adapter else 'all weights'}{coded}"),
         ("data", f"{job.examples.source}; {job.examples.format}"),
         ("steps", f"{outcome.steps:,} of {size} rows, each of at most {job.sequence} tokens"),
         ("updates", f"{_optimizer(job)}, peak learning rate {args.learning_rate:g}, {args.lr_scheduler_type.value}"),

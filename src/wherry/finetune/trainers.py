@@ -10,6 +10,13 @@ from wherry.integrations.transformers import WherryMixin
 class _OnEngine(WherryMixin):
     """A checkpoint is the engine's alone: weights in another form are written when the run has ended."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if getattr(self.model, "is_quantized", False) and self._wherry_config.working_dtype() is None:
+            for parameter in self.model.parameters():
+                if parameter.requires_grad:  # TRL has made them bf16, whatever the run computes in
+                    parameter.data = parameter.data.float()
+
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not _internal_call:
             super().save_model(output_dir, _internal_call)

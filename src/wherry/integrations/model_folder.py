@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from wherry.config.problems import path_meant
 from wherry.errors import WherryError
+from wherry.integrations.bits import bits_in, load_codes, to_bits
 from wherry.regular import read_regular
 
 if TYPE_CHECKING:
@@ -137,8 +138,9 @@ def read_tokenizer(folder: Path, command: str) -> Any:
         raise WherryError(f"{command}: the tokenizer in {folder} cannot be read: {why}") from error
 
 
-def read_model(folder: Path, dtype: torch.dtype, command: str) -> Any:
-    """A causal language model on the meta device. Its values are in the folder's files until an engine reads them."""
+def read_model(folder: Path, dtype: torch.dtype, command: str, bits: int | None = None) -> Any:
+    """A causal language model on the meta device. Its values are in the folder's files until an engine reads them, and
+    makes codes of so many bits of them where that is asked for."""
     import torch
 
     import wherry
@@ -153,10 +155,7 @@ def read_model(folder: Path, dtype: torch.dtype, command: str) -> Any:
         torch.set_default_dtype(before)
     if not getattr(model, "can_generate", bool)() or model.config.is_encoder_decoder:
         raise WherryError(f"{command}: {folder} holds a {type(model).__name__}, which is no causal language model")
-    if getattr(model.config, "quantization_config", None) is not None:
-        raise WherryError(
-            f"{command}: {folder} holds quantized weights, which have no meaning without their scales; give the folder "
-            "of the model in full precision that they were made of"
-        )
-    wherry.load_pretrained(model, folder)
+    if bits_in(folder, command) is not None:
+        return load_codes(model, folder, dtype, command)
+    wherry.load_pretrained(model if bits is None else to_bits(model, bits, dtype, command), folder)
     return model

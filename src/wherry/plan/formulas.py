@@ -67,8 +67,8 @@ def placed(of: Outline, config: Config, ranks: int, *, gpu: bool) -> Counts:
     found = states_between_steps(of.trained, config, ranks, gpu=gpu)
     frozen = "parameters", str(effective(placement.parameters.tier, shared=not gpu))
     parts = shards if placement.parameters.partitioned else 1
-    found[frozen] = found.get(frozen, 0) + width * -(-(of.parameters - of.trained) // parts)
-    weights, gradients = width * of.parameters, width * of.trained
+    weights, gradients = of.nbytes(width), width * of.trained
+    found[frozen] = found.get(frozen, 0) + -(-(weights - gradients) // parts)
 
     sent: dict[str, float] = {}
     if not placement.optimizer.partitioned:
@@ -91,7 +91,8 @@ def placed(of: Outline, config: Config, ranks: int, *, gpu: bool) -> Counts:
     top = {"resting": on(Tier.DEVICE), HOST: on(Tier.HOST)}
     if placement.parameters.partitioned:
         # The largest unit, and what is gathered ahead of its use.
-        top[GATHERED] = width * min(of.parameters, of.largest_unit + zero.stage3_prefetch_bucket_size)
+        largest = of.largest_unit * weights / of.parameters
+        top[GATHERED] = min(weights, largest + width * zero.stage3_prefetch_bucket_size)
     if placement.gradients.partitioned:
         # One unit's gradients while they are reduced, and the next one's as they arrive.
         top["resting"] += width * min(of.trained, 2 * of.largest_unit)

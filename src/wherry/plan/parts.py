@@ -14,6 +14,7 @@ from torch import nn
 from wherry.errors import WherryError
 from wherry.nn import GeluLinear
 from wherry.sharding.grouping import plan_units
+from wherry.sharding.quantised import is_wide
 
 if TYPE_CHECKING:
     from wherry.config import Config
@@ -66,13 +67,15 @@ def _kind(block: nn.Module) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Outline:
-    """A model by its numbers: parameters, those of its largest unit, and of each of its equal `blocks`."""
+    """A model by its numbers: parameters, those of its largest unit, and of each of its equal `blocks`; `codes` are
+    bytes, of weights in few bits."""
 
     parameters: int
     trained: int
     largest_unit: int
     blocks: int
     of_block: int
+    codes: int = 0
 
     @classmethod
     def of(cls, model: nn.Module) -> Outline:
@@ -84,7 +87,12 @@ class Outline:
             max(units),
             0 if run is None else run.length,
             0 if run is None else _numel(run.blocks[0]),
+            sum(p.numel() for p in model.parameters() if not (p.requires_grad or is_wide(p.dtype))),
         )
+
+    def nbytes(self, width: int) -> int:
+        """Of all parameters, in a working type of so many bytes."""
+        return width * (self.parameters - self.codes) + self.codes
 
 
 def _numel(module: nn.Module) -> int:

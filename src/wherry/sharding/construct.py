@@ -118,6 +118,7 @@ class Builder:
                 )
             if quantise(name, parameter, sources.get(parameter), self.device):
                 del sources[parameter]  # it has been read
+                self._heap.freed(8 * parameter.nbytes)  # its values, in several precisions
             self._prepare(name, parameter)
             kind = flat_kind(parameter, self.working_dtype)[0], parameter.requires_grad
             kinds.setdefault(kind, []).append((name, parameter))

@@ -89,10 +89,14 @@ def _awaits_8_bits(parameter: torch.Tensor) -> bool:
     return getattr(parameter, "has_fp16_weights", True) is False and parameter.dtype is not torch.int8
 
 
+def _has_codes_in_a_file(parameter: torch.Tensor) -> bool:
+    return parameter.is_meta and getattr(parameter, "quant_state", None) is not None
+
+
 def quantise(name: str, parameter: nn.Parameter, source: TensorSource | None, device: torch.device) -> bool:
     """Give a weight of bitsandbytes its codes, as `module.to(device)` does, if it has none. True where it was read from
-    `source` for that: a file has it in full precision."""
-    if not (_awaits_4_bits(parameter) or _awaits_8_bits(parameter)):
+    `source` for that: a file has it in full precision, or the codes."""
+    if not (_awaits_4_bits(parameter) or _awaits_8_bits(parameter) or _has_codes_in_a_file(parameter)):
         return False
     on_meta = parameter.is_meta
     if on_meta:
@@ -107,6 +111,17 @@ def quantise(name: str, parameter: nn.Parameter, source: TensorSource | None, de
         torch.utils.swap_tensors(parameter, made)
     parameter.to(device)  # it stays this object
     return on_meta
+
+
+def turned(model: nn.Module) -> set[str]:
+    """Weights that await codes, of layers whose weights have inputs first, as GPT-2's do: those of bitsandbytes have
+    outputs first."""
+    return {
+        f"{path}.weight"
+        for path, module in model.named_modules()
+        if getattr(module.__dict__.get("source_cls"), "__name__", "") == "Conv1D"
+        and not _has_codes_in_a_file(module.get_parameter("weight"))
+    }
 
 
 def prepare(module: nn.Module) -> None:

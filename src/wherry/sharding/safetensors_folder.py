@@ -105,6 +105,17 @@ class TensorBlock(TensorSource):
         return self._whole.block(offsets, (stop - start, *self.shape[1:]))
 
 
+class Turned(TensorSource):
+    """A matrix whose rows are the columns of another."""
+
+    def __init__(self, whole: TensorSource) -> None:
+        self.shape = whole.shape[::-1]
+        self._whole = whole
+
+    def rows(self, start: int, stop: int) -> torch.Tensor:
+        return self._whole.block((0, start), (self.shape[1], stop - start)).T
+
+
 class Converted(TensorSource):
     """A tensor that is put together from others; it is read whole."""
 

@@ -1,0 +1,100 @@
+"""A base in few bits, of bitsandbytes: its layers on the meta device, and folders that have codes already."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Mapping
+from copy import copy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from wherry.errors import WherryError
+from wherry.regular import read_regular
+
+if TYPE_CHECKING:
+    import torch
+
+_LONGEST = 16 << 20
+
+
+def is_here() -> bool:
+    """Whether a base can be quantized on this machine."""
+    return importlib.util.find_spec("bitsandbytes") is not None
+
+
+def bits_in(folder: Path, command: str) -> int | None:
+    """The bits of a folder's codes; None where its weights are numbers."""
+    told = json.loads(read_regular(folder / "config.json", _LONGEST)).get("quantization_config")
+    if told is None:
+        return None
+    if told.get("quant_method") == "bitsandbytes" and told.get("load_in_4bit", told.get("_load_in_4bit")):
+        return 4
+    raise WherryError(
+        f"{command}: {folder} holds weights quantized by {told.get('quant_method', 'another library')}; taken are 4 "
+        "bits of bitsandbytes, and full precision: give the folder of the model that they were made of (`wherry "
+        "finetune --lora --bits 8` or 4 quantizes it while it is read)"
+    )
+
+
+def to_bits(model: Any, bits: int, dtype: torch.dtype, command: str) -> Any:
+    """The model, on the meta device, with layers of bitsandbytes that compute in `dtype`.
+
+    Once `wherry.load_pretrained` has found their values, an engine makes codes of these while it reads them.
+    """
+    told = getattr(model.config, "quantization_config", None) or {
+        f"load_in_{bits}bit": True,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": True,
+    }
+    return _replaced(model, told, dtype, command, has_codes=False)
+
+
+def load_codes(model: Any, folder: Path, dtype: torch.dtype, command: str) -> Any:
+    """`wherry.load_pretrained` of a folder that has codes of 4 bits, whose scales are read here and now."""
+    import torch
+
+    import wherry
+    from wherry.sharding.safetensors_folder import InFile, open_folder
+
+    _replaced(model, model.config.quantization_config, dtype, command, has_codes=True)
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.nn import Linear4bit
+
+    beside: dict[str, dict[str, torch.Tensor]] = {}
+    sources = open_folder(folder, model, dict(model.named_parameters()))
+    for name, source in sources.items():
+        path, _, kind = name.rpartition(".weight.")
+        if path:
+            beside.setdefault(path, {})[kind] = source.elements(0, source.shape[0])
+    for path, layer in model.named_modules():
+        if not isinstance(layer, Linear4bit):
+            continue
+        codes = sources.get(f"{path}.weight")
+        if not isinstance(codes, InFile) or path not in beside:
+            raise WherryError(f"{command}: {folder} has no codes of {path}.weight, or no scales beside them")
+        attributes = layer.weight.__dict__
+        empty = torch.empty(codes.shape, dtype=codes.dtype, device="meta")
+        layer.weight = torch.Tensor._make_subclass(type(layer.weight), empty, False)
+        layer.quant_state = QuantState.from_dict(beside[path], torch.device("cpu"))
+        layer.weight.__dict__.update(attributes, quant_state=layer.quant_state, bnb_quantized=True)
+    found = wherry.load_pretrained(model, folder, strict=False)
+    if wrong := [*found.missing, *(name for name in found.unexpected if ".weight." not in name)]:
+        raise WherryError(f"{command}: {folder} and its config differ in {', '.join(wrong[:10])}")
+    return model
+
+
+def _replaced(model: Any, told: Mapping[str, Any], dtype: torch.dtype, command: str, *, has_codes: bool) -> Any:
+    from transformers import BitsAndBytesConfig
+    from transformers.quantizers import AutoHfQuantizer
+    from transformers.utils.import_utils import is_bitsandbytes_available
+
+    if not is_bitsandbytes_available():
+        raise WherryError(f"{command}: weights in few bits are bitsandbytes': pip install --upgrade bitsandbytes")
+    config = BitsAndBytesConfig.from_dict({**told, "bnb_4bit_compute_dtype": dtype})
+    quantiser = AutoHfQuantizer.from_config(config, pre_quantized=has_codes)
+    model.config = copy(model.config)  # others may be made of it
+    quantiser.preprocess_model(model=model, dtype=dtype, device_map=None)
+    quantiser.postprocess_model(model)
+    model.hf_quantizer = quantiser
+    return model

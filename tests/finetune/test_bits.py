@@ -1,0 +1,165 @@
+"""`wherry finetune --lora --bits`: what is planned, held, told and refused, and folders that have codes already."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import yaml
+from safetensors.torch import load_file
+from tests.finetune.tiny import make_folder, write_rows
+from torch._subclasses import FakeTensorMode
+
+import wherry
+from wherry import config as configs
+from wherry.cli.finetune import main
+from wherry.errors import WherryError
+from wherry.finetune.place import source_for
+from wherry.integrations.bits import to_bits
+from wherry.integrations.model_folder import read_model
+from wherry.parallel.comm import Comm
+from wherry.plan.forecaster import Forecaster
+from wherry.plan.machines import known
+from wherry.sharding.meta import StayingInMemory
+from wherry.sources import find
+from wherry.testing import run_ranks
+
+peft = pytest.importorskip("peft", reason="the extra `transformers` is not installed")
+pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+
+RUN = ["--lora=r=4", "--lr=0.01", "--precision=fp32", "--batch-size=4", "--global-batch-size=8", "--eval-split=4"]
+IDS = torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, chat: Any) -> Path:
+    folder = tmp_path_factory.mktemp("bits")
+    make_folder(folder / "llama", "llama", chat)
+    write_rows(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Weights beside which tables of 16 and 256 values are little."""
+    path = tmp_path_factory.mktemp("wide")
+    config = transformers.LlamaConfig(
+        vocab_size=256, hidden_size=512, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=4,
+        num_key_value_heads=4,
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def adapted(model: Any) -> Any:
+    with StayingInMemory():
+        return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
+
+
+def loss_of(folder: Path, bits: int | None = None) -> float:
+    model = read_model(folder, torch.float32, "test", bits).requires_grad_(False)
+    engine = wherry.initialize(model=model, config={"zero_optimization": {"stage": 3}})[0]
+    engine.eval()
+    with torch.no_grad():
+        return float(engine(input_ids=IDS[:, :32], labels=IDS[:, :32]).loss)
+
+
+def plain_loss(folder: Path, **quantisation: Any) -> float:
+    found = plain(folder, **quantisation).eval()
+    with torch.no_grad():
+        return float(found(input_ids=IDS[:, :32], labels=IDS[:, :32]).loss)
+
+
+def plain(folder: Path, **quantisation: Any) -> Any:
+    told = {"quantization_config": transformers.BitsAndBytesConfig(**quantisation)} if quantisation else {}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="cpu", **told)
+
+
+NF4: dict[str, Any] = dict(
+    load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=torch.float32
+)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_plan_counts_what_an_engine_holds(wide: Path, bits: int, stage: int) -> None:
+    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0}
+    zero |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}} if stage == 3 else {}
+    values = {
+        "zero_optimization": zero, "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {}}
+    }  # fmt: skip
+    source = source_for(find(str(wide)), lambda model: adapted(to_bits(model, bits, torch.float32, "test")), 1)
+    forecaster = Forecaster(source, known("4090"), 2, 64)
+    config = configs.load(values)
+
+    def held(comm: Comm) -> dict[str, int]:
+        model = adapted(read_model(wide, torch.float32, "test", bits))
+        engine = wherry.initialize(model=model, config=values, mesh=comm)[0]
+        engine.backward(engine(input_ids=IDS, labels=IDS).loss)
+        engine.step()
+        scales = sum(flat.scales_nbytes for unit in engine.units for flat in unit.flats)
+        return {row.state: row.bytes_actual for row in engine.memory()} | {"scales": scales}
+
+    found = run_ranks(2, held)[0]
+    for estimate in (forecaster.quick(config), forecaster.exact(config)):
+        for state, nbytes in (
+            ("parameters", found["parameters"] - found["scales"]),
+            ("optimizer", found["optimizer"]),
+        ):
+            assert sum(row.bytes for row in estimate.rows if row.category == state) == pytest.approx(nbytes, rel=0.05)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        buffers = sum(buffer.nbytes for name, buffer in source.make(2, 64)[0].named_buffers() if "scales" in name)
+    tables = 4 * (16 + 256 + 1) * 42 if bits == 4 else 0  # by which codes are read, of each weight
+    assert buffers + tables == pytest.approx(found["scales"], rel=0.01)
+
+
+def test_folders_of_codes_and_layers_the_other_way_round_read_as_transformers_reads_them(
+    folder: Path, tmp_path: Path
+) -> None:
+    coded = plain(folder / "llama", **NF4)
+    coded.save_pretrained(tmp_path / "coded")
+    assert loss_of(tmp_path / "coded") == loss_of(folder / "llama", 4) == plain_loss(folder / "llama", **NF4)
+    config = transformers.GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=4, n_positions=64)
+    transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
+    for bits, told in ((4, NF4), (8, {"load_in_8bit": True})):
+        assert loss_of(tmp_path / "gpt2", bits) == pytest.approx(plain_loss(tmp_path / "gpt2", **told), rel=1e-6)
+
+
+def test_a_run_over_4_bits_says_so_and_goes_on_to_the_same_bits(folder: Path, tmp_path: Path) -> None:
+    model, run = folder / "llama", tmp_path / "run"
+    words = [str(model), f"--data={folder / 'rows.jsonl'}", *RUN, "--bits=4", f"--run-dir={run}"]
+    assert main([*words, "--steps=4", "--save-interval=2"]) == 0
+    assert yaml.safe_load((run / "finetune.yaml").read_text())["bits"] == 4
+    assert "beside weights in 4 bits" in (run / "model" / "README.md").read_text()
+    ended = load_file(run / "model" / "adapter_model.safetensors")
+    assert all(tensor.dtype is torch.float32 for tensor in ended.values())
+    for name in ("model", "checkpoints/checkpoint-4"):
+        shutil.rmtree(run / name)
+    assert main(["--resume", str(run)]) == 0
+    again = load_file(run / "model" / "adapter_model.safetensors")
+    assert ended.keys() == again.keys() and all(torch.equal(ended[name], again[name]) for name in ended)
+
+
+def test_what_cannot_be_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, rows = folder / "llama", f"--data={folder / 'rows.jsonl'}"
+    coded = tmp_path / "coded"
+    plain(model, **NF4).save_pretrained(coded)
+    transformers.AutoTokenizer.from_pretrained(model).save_pretrained(coded)
+    other = tmp_path / "other"
+    plain(model, load_in_8bit=True).save_pretrained(other)
+    transformers.AutoTokenizer.from_pretrained(model).save_pretrained(other)
+    for words, told in (
+        ([str(model), rows, "--bits=4"], "--bits 4: weights in few bits cannot be trained; add --lora"),
+        ([str(coded), rows], "has weights in 4 bits already, which cannot be trained; add --lora"),
+        ([str(coded), rows, "--lora", "--bits=8"], "--bits 8: .* in 4 bits already, of which no others are made"),
+        ([str(other), rows, "--lora"], "quantized by bitsandbytes; taken are 4 bits .* --lora --bits 8"),
+    ):
+        with pytest.raises(WherryError, match=told):
+            main([*words, "--steps=2", f"--run-dir={tmp_path / 'run'}"])
+    monkeypatch.setattr("transformers.utils.import_utils.is_bitsandbytes_available", lambda: False)
+    with pytest.raises(WherryError, match="pip install --upgrade bitsandbytes"):
+        read_model(model, torch.float32, "finetune", 4)
