@@ -60,6 +60,16 @@ def test_losses_are_those_of_trl(folder: Path, without: dict[str, list[list[floa
     check(found, without, ranks)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("place", PLACES)
+def test_losses_are_those_of_trl_at_every_place(
+    folder: Path, without: dict[str, list[list[float]]], place: tuple[str, str], ranks: int
+) -> None:
+    cases = [" ".join((*training, *place)) for training in TRAININGS]
+    check(run(folder, cases, ranks, f"{'-'.join(place)}-on-{ranks}"), without, ranks)
+
+
 @pytest.mark.parametrize(("ranks", "together"), [(2, 2), (4, 2)])
 def test_rows_that_ranks_share_have_the_losses_of_trl(
     folder: Path, without: dict[str, list[list[float]]], ranks: int, together: int

@@ -15,7 +15,7 @@ from wherry import config as configs
 from wherry.plan import dry_run
 from wherry.plan.dry_run import count, count_by_blocks, outline
 from wherry.plan.model_source import ModelSource
-from wherry.plan.parts import ends, longest_run
+from wherry.plan.parts import Outline, ends, longest_run
 from wherry.sources import find, of_shape
 from wherry.train.presets import Shape
 
@@ -87,6 +87,13 @@ def test_few_blocks_of_a_gpt_tell_of_all(monkeypatch: pytest.MonkeyPatch) -> Non
     assert_few_tell_of_all(source, 16, configs.load(config(0) | zero(2)), True, monkeypatch)
 
 
+def test_few_blocks_tell_of_all_where_activations_wait_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of a block are more than what is brought back ahead."""
+    source = of_shape("deep", Shape(layers=20, hidden=256, heads=4, sequence=2**18, vocabulary=500))
+    away = {"activation_checkpointing": {"policy": "recompute", "cpu_checkpointing": True}}
+    assert_few_tell_of_all(source, 20, configs.load(config(0) | zero(2) | away), True, monkeypatch)
+
+
 def assert_few_tell_of_all(
     source: ModelSource, layers: int, given: configs.Config, gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -138,8 +145,10 @@ def test_only_equal_blocks_that_follow_each_other_are_a_run() -> None:
 
 
 def test_budgets_for_the_whole_model_are_not_met_by_a_few_of_its_blocks() -> None:
-    block, offload = 1000 * 1001, {"device": "cpu", "ratio": 0.5}
-    assert ends(configs.load({"zero_optimization": {"offload_optimizer": offload}}), block) is None
-    assert ends(configs.load({"activation_checkpointing": {"cpu_checkpointing": True}}), block) is None
+    of, offload = Outline(10**7, 10**7, 10**6, 9, 1000 * 1001, width=1000), {"device": "cpu", "ratio": 0.5}
+    few = ends(configs.load({}), of, 1000)
+    assert ends(configs.load({"zero_optimization": {"offload_optimizer": offload}}), of, 1000) is None
+    away = configs.load({"activation_checkpointing": {"cpu_checkpointing": True}})
+    assert ends(away, of, 1000) is None and ends(away, of, 20_000) == 1 + few  # 4 MB of a block, and 80
     looks = configs.load({"zero_optimization": {"stage": 3, "stage3_prefetch_bucket_size": 5_000_000}})
-    assert ends(looks, block) == 5 + ends(configs.load({}), block)
+    assert ends(looks, of, 1000) == 5 + few

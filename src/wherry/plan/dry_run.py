@@ -128,7 +128,9 @@ def count_by_blocks(
         windows = (with_window(config, where["ranks"], length) for length in (WINDOW - 1, WINDOW))
         shorter, longer = (count_by_blocks(source, window, of, apart=apart, **where) for window in windows)
         return shorter.toward(longer, accumulation - (WINDOW - 1))
-    apart = ends(config, of.of_block) if apart is None else apart
+    if apart is None:
+        rows = config.batch(where["ranks"]).micro * (where.get("sequence") or source.sequence)
+        apart = ends(config, of, rows // config.wherry.context_parallel)
     if not of.blocks or apart is None or 4 * apart + 2 >= of.blocks:
         return count(source, config, **where)
     few, more = 2 * apart, 2 * apart + 2

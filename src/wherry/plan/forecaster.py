@@ -11,14 +11,14 @@ from wherry.config import Config
 from wherry.observe.footprint import WORKING
 from wherry.placement import Tier
 from wherry.plan.choose import RECOMPUTE
-from wherry.plan.counts import TENSOR, Counts
+from wherry.plan.counts import HOST, TENSOR, Counts
 from wherry.plan.dry_run import UnknownInputs, count_by_blocks, outline, with_window
 from wherry.plan.estimate import Estimate, Row, answer, answer_of_count
 from wherry.plan.formulas import placed
 from wherry.plan.grid import ALONE, Grid
 from wherry.plan.machines import Machine
 from wherry.plan.model_source import ModelSource
-from wherry.plan.parts import Outline
+from wherry.plan.parts import Outline, is_away
 from wherry.plan.roofline import Computing, computing, is_fp32, step_time
 
 HOSTS_PRODUCTS = (
@@ -148,16 +148,29 @@ class Forecaster:
             ran, found = (alike or runs)[-1]
             counts = found.with_difference(self._by_formula(ran, grid), counts)
         passes, work = self._passes(config, grid)
-        sizes = config.batch(self.data_ranks)
-        together = sizes.accumulation if config.wherry.accumulation == "layer_major" else 1
+        accumulation = config.batch(self.data_ranks).accumulation
         working = max(found.get(WORKING, 0.0) for found in passes.peaks.values())
-        top = {**counts.top(), WORKING: working + (together - 1) * passes.kept}
-        sums = {name: sizes.accumulation * sent for name, sent in passes.bytes.items() if name.endswith(TENSOR)}
+        top = {**counts.top(), WORKING: working + (self._together(config) - 1) * passes.kept}
+        sums = {name: accumulation * sent for name, sent in passes.bytes.items() if name.endswith(TENSOR)}
         counts = replace(counts, peaks={"top": top}, kept=passes.kept, bytes={**counts.bytes, **sums})
-        return Forecast(counts, Computing(*(sizes.accumulation * seconds for seconds in work)))
+        return Forecast(counts, Computing(*(accumulation * seconds for seconds in work)))
 
     def _by_formula(self, config: Config, grid: Grid) -> Counts:
-        return placed(self._outline(grid, config), config, self.data_ranks, gpu=self.machine.gpus > 0)
+        found = placed(self._outline(grid, config), config, self.data_ranks, gpu=self.machine.gpus > 0)
+        if not is_away(config):
+            return found
+        passes, together = self._passes(config, grid).counts, self._together(config)
+        host = found.highest[HOST] + together * passes.highest.get(HOST, 0.0)
+        return replace(
+            found,
+            peaks={"top": {**found.top(), HOST: host}},
+            highest={**found.highest, HOST: host},
+            on_disk=found.on_disk + together * passes.on_disk,
+        )
+
+    def _together(self, config: Config) -> int:
+        """Micro-batches whose activations are there at a time."""
+        return config.batch(self.data_ranks).accumulation if config.wherry.accumulation == "layer_major" else 1
 
     def _passes(self, config: Config, grid: Grid) -> Forecast:
         """The forward and backward of one micro-batch, on a rank that has all states on its device."""
@@ -178,7 +191,8 @@ class Forecaster:
             plain = with_window(
                 configs.load(config.written | {"zero_optimization": {}, "wherry": own}), ranks, 1, micro
             )
-            counts = self._made(plain, ranks, grid, apart=1, updates=False)
+            # Behind the first blocks and before the last ones stand some while others come and go.
+            counts = self._made(plain, ranks, grid, apart=2 if is_away(plain) else 1, updates=False)
             self._runs[key] = Forecast(counts, self._computing(counts, plain))
         return self._runs[key]
 

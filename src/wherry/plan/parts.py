@@ -11,8 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from wherry.activations.saving import AHEAD
 from wherry.errors import WherryError
 from wherry.nn import GeluLinear
+from wherry.plan.formulas import precision_of
+from wherry.plan.model_states import WORKING_BYTES
 from wherry.sharding.grouping import plan_units
 from wherry.sharding.quantised import is_wide
 
@@ -76,6 +79,8 @@ class Outline:
     blocks: int
     of_block: int
     codes: int = 0
+    # What goes from a block to the next of a token, as far as its norms tell.
+    width: int = 0
 
     @classmethod
     def of(cls, model: nn.Module) -> Outline:
@@ -88,6 +93,7 @@ class Outline:
             0 if run is None else run.length,
             0 if run is None else _numel(run.blocks[0]),
             sum(p.numel() for p in model.parameters() if not (p.requires_grad or is_wide(p.dtype))),
+            0 if run is None else _width(run.blocks[0]),
         )
 
     def nbytes(self, width: int) -> int:
@@ -99,18 +105,28 @@ def _numel(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def ends(config: Config, block: int) -> int | None:
-    """How many blocks of so many parameters differ at each end from those between them: as many as an engine looks
-    ahead, and a few.
+def _width(block: nn.Module) -> int:
+    held = (p for child in block.children() for p in child._parameters.values())
+    return min((p.numel() for p in held if p is not None and p.dim() == 1), default=0)
 
-    None where some budget is for the whole model, so that the first blocks have what the last ones do not.
+
+def is_away(config: Config) -> bool:
+    """Whether activations wait on another tier for the backward."""
+    return config.activation_checkpointing.cpu_checkpointing or config.activation_checkpointing.nvme_path is not None
+
+
+def ends(config: Config, of: Outline, tokens: int) -> int | None:
+    """How many blocks differ at each end from those between them: as many as an engine looks ahead, and a few.
+
+    None where some budget is for the whole model, so that the first blocks have what the last ones do not: as of
+    activations that are away, unless those of a block are more than is brought back ahead.
     """
-    zero, activations = config.zero_optimization, config.activation_checkpointing
+    zero, block = config.zero_optimization, of.of_block
     offload, weights = zero.offload_optimizer, zero.offload_param
-    away = activations.cpu_checkpointing or activations.nvme_path is not None
-    if away or (weights.device == "nvme" and weights.max_in_cpu) or (offload.device != "none" and offload.ratio < 1):
+    few = is_away(config) and WORKING_BYTES[precision_of(config)] * of.width * tokens < AHEAD
+    if few or (weights.device == "nvme" and weights.max_in_cpu) or (offload.device != "none" and offload.ratio < 1):
         return None
-    ahead = 0
+    ahead = int(is_away(config))
     if zero.stage == 3:
         ahead = math.ceil(min(zero.stage3_prefetch_bucket_size, zero.stage3_max_live_parameters) / max(1, block))
     for place in (offload, weights):
