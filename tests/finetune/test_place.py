@@ -175,3 +175,22 @@ def test_a_dry_run_that_fails_leaves_no_count_behind() -> None:
 def test_what_is_no_number_of_ranks_is_an_error_of_the_config(own: Any) -> None:
     with pytest.raises(WherryError, match="wherry"):
         build_config(parse(["MODEL", "--data", "DATA"]), "sft", {"wherry": own}, bf16=True, ranks=2)
+
+
+@pytest.mark.parametrize("half", [False, True])
+def test_products_of_experts_are_counted_in_every_type(half: bool) -> None:
+    """torch has a kernel for them that takes bf16 alone where there are no values."""
+
+    def experts(micro_batch: int, sequence: int) -> tuple[Any, Inputs]:
+        config = transformers.MixtralConfig(
+            vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=4, num_local_experts=4, num_experts_per_tok=2, use_cache=False,
+        )  # fmt: skip
+        ids = torch.zeros(micro_batch, sequence, dtype=torch.int64)
+        return transformers.MixtralForCausalLM(config), Inputs((), {"input_ids": ids, "labels": ids})
+
+    config = configs.load({"train_micro_batch_size_per_gpu": 1, "bf16": {"enabled": half}})
+    counts = count(ModelSource("mixtral", experts, sequence=SEQUENCE), config, ranks=1, sequence=SEQUENCE)
+    flops = sum(each.flops * times for each, times in counts.operations.items() if not each.attention)
+    layers = 4 * 64 * 64 + 64 * 4 + 2 * (64 * 256 + 128 * 64)  # attention's, the router, two of the experts
+    assert flops == pytest.approx(3 * 2 * SEQUENCE * (2 * layers + 64 * 64), rel=0.02)

@@ -211,6 +211,11 @@ class FineTuning:
             )
         if tokenizer.pad_token is None:
             tokenizer.pad_token = tokenizer.eos_token
+        last, rows = max(tokenizer.get_vocab().values()), _told(self.folder).get("vocab_size")
+        if rows is not None and last >= rows and self.chief:
+            logger.warning(
+                "tokens have ids up to %d, and the model has %d: a row that has one of the others fails", last, rows
+            )
         if (file := given.get("chat_template_path")) is not None:
             try:
                 tokenizer.chat_template = Path(file).read_text(encoding="utf-8")

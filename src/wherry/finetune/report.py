@@ -11,6 +11,7 @@ import torch
 
 import wherry
 from wherry.finetune.options import FILE
+from wherry.integrations.bits import in_bits
 from wherry.integrations.model_folder import FINISHED
 from wherry.plan.rates import device_name
 from wherry.train.loop import Ending, Outcome
@@ -28,9 +29,9 @@ def facts_of(job: FineTuning, trainer: Any, start: Path | None) -> Facts:
     together = job.comm.size // job.readers
     shared = f", each shared by {together} ranks" if together > 1 else ""
     whole, trained = (trainer.model.num_parameters(only_trainable=only) for only in (False, True))
-    coded = f", {job.bits} bits each in its layers" if job.bits is not None else ""
+    coded = f", {in_bits(trainer.model):,} in {job.bits} bits" if job.bits is not None else ""
     facts = [
-        ("model", f"{job.name}: {whole:,} parameters{coded}, {trained:,} of them trained"),
+        ("model", f"{job.name}: {whole:,} parameters, {trained:,} of them trained{coded}"),
         ("data", job.examples.source),
         ("batch", f"{' x '.join(rows)}, at most {job.sequence} tokens each{shared}"),
         (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from copy import copy
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -76,12 +76,27 @@ def load_codes(model: Any, folder: Path, dtype: torch.dtype, command: str) -> An
         attributes = layer.weight.__dict__
         empty = torch.empty(codes.shape, dtype=codes.dtype, device="meta")
         layer.weight = torch.Tensor._make_subclass(type(layer.weight), empty, False)
-        layer.quant_state = QuantState.from_dict(beside[path], torch.device("cpu"))
+        try:
+            layer.quant_state = QuantState.from_dict(beside[path], torch.device("cpu"))
+        except (AssertionError, KeyError, ValueError) as error:
+            raise WherryError(f"{command}: {folder}: the scales of {path}.weight cannot be read: {error}") from error
         layer.weight.__dict__.update(attributes, quant_state=layer.quant_state, bnb_quantized=True)
     found = wherry.load_pretrained(model, folder, strict=False)
     if wrong := [*found.missing, *(name for name in found.unexpected if ".weight." not in name)]:
         raise WherryError(f"{command}: {folder} and its config differ in {', '.join(wrong[:10])}")
     return model
+
+
+def in_bits(model: Any) -> int:
+    """How many weights of a model are held as codes."""
+    shapes = (getattr(getattr(weight, "quant_state", weight), "shape", weight.shape) for weight in _coded(model))
+    return sum(shape.numel() for shape in shapes)
+
+
+def _coded(model: Any) -> Iterator[Any]:
+    from bitsandbytes.nn import Linear4bit, Linear8bitLt
+
+    yield from (layer.weight for layer in model.modules() if isinstance(layer, Linear4bit | Linear8bitLt))
 
 
 def _replaced(model: Any, told: Mapping[str, Any], dtype: torch.dtype, command: str, *, has_codes: bool) -> Any:
@@ -96,5 +111,7 @@ def _replaced(model: Any, told: Mapping[str, Any], dtype: torch.dtype, command: 
     model.config = copy(model.config)  # others may be made of it
     quantiser.preprocess_model(model=model, dtype=dtype, device_map=None)
     quantiser.postprocess_model(model)
+    if not any(True for _ in _coded(model)):
+        raise WherryError(f"{command}: a {type(model).__name__} has no layers that are held in few bits")
     model.hf_quantizer = quantiser
     return model

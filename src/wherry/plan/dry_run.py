@@ -180,7 +180,7 @@ def count(
                 f"{source.name}: a dry run needs the inputs of a micro-batch; let the callable return the model and "
                 "its inputs, as a tuple"
             )
-        end.enter_context(_rows_of_one_sequence())
+        end.enter_context(_as_values_would_have_it())
         run = longest_run(model)
         if blocks is not None and run is not None:
             run.keep(blocks)
@@ -335,19 +335,23 @@ def _understood(name: str) -> Iterator[None]:
 
 
 @contextmanager
-def _rows_of_one_sequence() -> Iterator[None]:
-    """Transformers looks into a row's positions for where another sequence begins, and without values has to take it
-    that one may: a mask as large as the sequence squared, which no training of plain rows has."""
-    masks = sys.modules.get("transformers.masking_utils")
-    found = getattr(masks, "find_packed_sequence_indices", None)
-    if masks is None or found is None:
+def _as_values_would_have_it() -> Iterator[None]:
+    """What transformers decides by values, as it decides of plain rows.
+
+    It looks into a row's positions for where another sequence begins, and without values has to take it that one may: a
+    mask as large as the sequence squared. Experts' products it gives to a kernel of torch's that takes fp32 on a CPU,
+    and without values bf16 alone.
+    """
+    ours: dict[tuple[str, str], Any] = {
+        ("transformers.masking_utils", "find_packed_sequence_indices"): lambda *_, **__: None,
+        ("transformers.integrations.moe", "_can_use_grouped_mm"): lambda _, weight, __: weight.dtype is torch.bfloat16,
+    }
+    with ExitStack() as end:
+        for (module, name), function in ours.items():
+            if hasattr(found := sys.modules.get(module), name):
+                end.callback(setattr, found, name, getattr(found, name))
+                setattr(found, name, function)
         yield
-        return
-    masks.find_packed_sequence_indices = lambda *_, **__: None  # type: ignore[attr-defined]
-    try:
-        yield
-    finally:
-        masks.find_packed_sequence_indices = found  # type: ignore[attr-defined]
 
 
 class WithLoss(nn.Module):

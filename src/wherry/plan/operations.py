@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Collection
 from typing import Any, NamedTuple
@@ -31,6 +32,10 @@ _ATTENTION = frozenset(
     for kind in ("flash_attention_for_cpu", "flash_attention", "efficient_attention", "cudnn_attention")
     for way in ("", "_backward")
 )
+# Products of rows with the experts that they go to, and how many a call makes.
+_GROUPED = {"aten._grouped_mm": 1} | {
+    f"transformers.grouped_mm_fallback{way}": products for way, products in (("", 1), ("_backward", 2))
+}
 _EMPTY = (aten.empty, aten.empty_like, aten.new_empty)
 _NOTHING = (aten.detach, torch.ops.prim.device)
 
@@ -98,6 +103,8 @@ def _flops(packet: Any, args: Any, kwargs: Any, result: Any) -> float:
         return _attention_flops(*args[:3])
     if packet is aten._scaled_dot_product_flash_attention_for_cpu_backward:
         return 2.5 * _attention_flops(*args[1:4])
+    if (passes := _GROUPED.get(str(packet))) is not None:
+        return passes * 2.0 * math.prod(args[0].shape[-2:]) * args[1].shape[-1]
     count = flop_registry.get(packet)
     return float(count(*args, **kwargs, out_val=result)) if count is not None else 0.0
 
