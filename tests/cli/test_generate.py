@@ -206,7 +206,7 @@ def test_the_place(
     monkeypatch.setattr(memories, "free_on_gpu", lambda _: each * GB)
     monkeypatch.setattr(host, "free_host_memory", lambda: memory * GB)
     monkeypatch.setattr(rates, "device_name", lambda _: "card")
-    monkeypatch.setattr(generate, "weights_in", lambda *_: (5 * GB, torch.bfloat16))
+    monkeypatch.setattr(generate, "weights_in", lambda *_: (10 * GB, torch.bfloat16))
     arguments = generate.build_parser().parse_args(["folder", *flags.split()])
     if expected is None:
         with pytest.raises(WherryError, match=r"fit nowhere here.*--offload-param nvme --nvme-path FOLDER"):
@@ -252,7 +252,7 @@ def test_what_is_no_model_is_told(
     assert "the model has no tokenizer" in told(without)
     assert "has no config.json that transformers knows; add it to what `wherry export" in told(saved(tmp_path / "old"))
     assert "does not take" in told(changed("kind", model_type="unheard-of"))
-    assert "holds quantized weights" in told(changed("quantized", quantization_config={"quant_method": "gptq"}))
+    assert "holds weights in few bits by gptq" in told(changed("quantized", quantization_config={"quant_method": "gptq"}))
     bert = changed("bert", model_type="bert", architectures=["BertModel"], hidden_size=48, num_attention_heads=3)
     assert "BertModel, which is no causal language model" in told(bert)
     assert "load_pretrained" in told(changed("layers", n_layer=3))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import shutil
 from pathlib import Path
 from typing import Any
@@ -18,12 +20,14 @@ import wherry
 from wherry import config as configs
 from wherry.cli.finetune import main
 from wherry.errors import WherryError
-from wherry.finetune.place import source_for
+from wherry.finetune.options import parse
+from wherry.finetune.place import _with_stand_ins, source_for
 from wherry.integrations.bits import to_bits
-from wherry.integrations.model_folder import read_model
+from wherry.integrations.model_folder import read_model, stored
 from wherry.parallel.comm import Comm
 from wherry.plan.forecaster import Forecaster
 from wherry.plan.machines import known
+from wherry.plan.parts import Outline
 from wherry.sharding.meta import StayingInMemory
 from wherry.sources import find
 from wherry.testing import run_ranks
@@ -122,11 +126,34 @@ def test_folders_of_codes_and_layers_the_other_way_round_read_as_transformers_re
 ) -> None:
     coded = plain(folder / "llama", **NF4)
     coded.save_pretrained(tmp_path / "coded")
+    _, codes, dtype = stored(tmp_path / "coded")
+    assert 15360 / 2 < codes < 15360 and dtype is torch.float32  # with scales in bytes, and how to read them
     assert loss_of(tmp_path / "coded") == loss_of(folder / "llama", 4) == plain_loss(folder / "llama", **NF4)
     config = transformers.GPT2Config(vocab_size=256, n_embd=32, n_layer=2, n_head=4, n_positions=64)
     transformers.GPT2LMHeadModel(config).save_pretrained(tmp_path / "gpt2")
     for bits, told in ((4, NF4), (8, {"load_in_8bit": True})):
         assert loss_of(tmp_path / "gpt2", bits) == pytest.approx(plain_loss(tmp_path / "gpt2", **told), rel=1e-6)
+
+
+@pytest.mark.parametrize("storage", ["uint8", "bfloat16", "float16", "float32"])
+def test_codes_are_never_cast_whatever_type_stores_them(folder: Path, tmp_path: Path, storage: str) -> None:
+    plain(folder / "llama", **NF4, bnb_4bit_quant_storage=storage).save_pretrained(tmp_path)
+    true = load_file(tmp_path / "model.safetensors")
+    for half in ("bf16", "fp16"):
+        config = {
+            half: {"enabled": True}, "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}
+        }  # fmt: skip
+
+        def shown(comm: Comm, config: dict[str, Any] = config) -> dict[str, torch.Tensor]:
+            model = read_model(tmp_path, torch.float32, "test").requires_grad_(False)
+            model = wherry.initialize(model=model, config=config, mesh=comm)[0].module
+            with wherry.gathered(model.parameters()):
+                return {name: p.detach().clone() for name, p in model.named_parameters() if "proj" in name}
+
+        for found in run_ranks(2, shown):
+            assert len(found) == 14
+            for name, codes in found.items():
+                assert codes.view(torch.uint8).equal(true[name].view(torch.uint8)), name
 
 
 def test_a_run_over_4_bits_says_so_and_goes_on_to_the_same_bits(folder: Path, tmp_path: Path) -> None:
@@ -141,6 +168,9 @@ def test_a_run_over_4_bits_says_so_and_goes_on_to_the_same_bits(folder: Path, tm
         shutil.rmtree(run / name)
     assert main(["--resume", str(run)]) == 0
     again = load_file(run / "model" / "adapter_model.safetensors")
+    with pytest.raises(WherryError, match="--bits 8: the run that goes on holds its weights in 4 bits"):
+        main(["--resume", str(run), "--bits=8", "--steps=8"])
+    assert parse([str(run / "finetune.yaml"), "--full"]).bits is None
     assert ended.keys() == again.keys() and all(torch.equal(ended[name], again[name]) for name in ended)
 
 
@@ -153,13 +183,45 @@ def test_what_cannot_be_is_told(folder: Path, tmp_path: Path, monkeypatch: pytes
     plain(model, load_in_8bit=True).save_pretrained(other)
     transformers.AutoTokenizer.from_pretrained(model).save_pretrained(other)
     for words, told in (
-        ([str(model), rows, "--bits=4"], "--bits 4: weights in few bits cannot be trained; add --lora"),
-        ([str(coded), rows], "has weights in 4 bits already, which cannot be trained; add --lora"),
-        ([str(coded), rows, "--lora", "--bits=8"], "--bits 8: .* in 4 bits already, of which no others are made"),
-        ([str(other), rows, "--lora"], "quantized by bitsandbytes; taken are 4 bits .* --lora --bits 8"),
+        ([str(model), rows, "--bits=4"], "--bits 4: weights in few bits cannot be trained themselves; add --lora"),
+        ([str(coded), rows], "has weights in 4 bits already, which cannot be trained themselves; add --lora"),
+        ([str(coded), rows, "--lora", "--bits=8"], "--bits 8: .* in 4 bits already; leave --bits out"),
+        ([str(other), rows, "--lora"], "in 8 bits by bitsandbytes; .*of the model that they were made of, .*--bits 8"),
     ):
         with pytest.raises(WherryError, match=told):
             main([*words, "--steps=2", f"--run-dir={tmp_path / 'run'}"])
+    file = coded / "config.json"
+    told = json.loads(file.read_text())
+    for wrong, why in (
+        ("nf4", "config.json: quantization_config cannot be read"),
+        ({"quant_method": "awq"}, "holds weights in few bits by awq"),
+        ({**told["quantization_config"], "bnb_4bit_quant_type": 7}, "quantization_config of the model's config.json"),
+    ):
+        file.write_text(json.dumps({**told, "quantization_config": wrong}))
+        with pytest.raises(WherryError, match=why):
+            main([str(coded), rows, "--lora", "--steps=2", f"--run-dir={tmp_path / 'run'}"])
     monkeypatch.setattr("transformers.utils.import_utils.is_bitsandbytes_available", lambda: False)
     with pytest.raises(WherryError, match="pip install --upgrade bitsandbytes"):
         read_model(model, torch.float32, "finetune", 4)
+
+
+def test_weights_that_stay_wide_are_told_of(folder: Path, chat: Any, caplog: pytest.LogCaptureFixture) -> None:
+    make_folder(folder / "mixtral", "mixtral", chat)
+    with caplog.at_level(logging.WARNING, "wherry"):
+        read_model(folder / "llama", torch.float32, "test", 4)
+        assert not caplog.records
+        read_model(folder / "mixtral", torch.float32, "test", 4)
+    experts, attention = 2 * 4 * 3 * 32 * 48 + 2 * 4 * 32, 2 * (2 * 32 * 32 + 2 * 32 * 16)
+    assert f"{experts} weights of {folder / 'mixtral'} stay as they are, and {attention} are held in 4" in caplog.text
+
+
+def test_the_largest_unit_is_that_of_the_most_bytes() -> None:
+    """Embeddings and the head stay wide: more bytes than a block of codes that has more parameters."""
+    config = transformers.LlamaConfig(
+        vocab_size=1000, hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4
+    )
+    with wherry.Init(meta=True):
+        model = transformers.LlamaForCausalLM(config)
+    of = Outline.of(_with_stand_ins(to_bits(model, 4, torch.bfloat16, "test")))
+    assert (of.largest_unit, of.largest_codes) == (128_064, 0)
+    assert of.codes == 2 * (4 * 64 * 64 + 3 * 64 * 256) // 2

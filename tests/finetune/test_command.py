@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 import yaml
 from tests.finetune.tiny import make_folder, write_rows
 
@@ -61,6 +63,26 @@ def test_a_file_has_the_flags_and_the_command_line_comes_over_it(tmp_path: Path)
     assert parse([str(file), "--full"]).lora is None
     config = lora_config("r=8,alpha=4,target=q_proj+v_proj", {"bias": "none"})
     assert (config.r, config.lora_alpha, config.target_modules) == (8, 4, {"q_proj", "v_proj"})
+
+
+def test_the_end_of_a_text_is_a_token_where_the_model_alone_says_which(folder: Path, tmp_path: Path) -> None:
+    """As of a model that `wherry train` has made: its tokenizer of bytes has no token of that name."""
+    model = tmp_path / "model"
+    shutil.copytree(folder / "plain", model)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    tokenizer.backend_tokenizer.no_padding()
+    told = json.loads((model / "tokenizer.json").read_text())
+    told["added_tokens"] = []
+    (model / "tokenizer.json").write_text(json.dumps(told))
+    (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
+    bare = transformers.AutoTokenizer.from_pretrained(model)
+    assert bare.eos_token is None and len(bare("<|endoftext|>").input_ids) > 1
+    words = [str(model), f"--data={folder / 'rows.jsonl'}", *RUN[1:], "--steps=1", f"--run-dir={tmp_path / 'run'}"]
+    assert main(words) == 0
+    tuned = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
+    assert tuned("<|endoftext|>").input_ids == [0] == [tuned.eos_token_id]
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert not any("<|endoftext|>" in sample["expected"] for sample in samples)
 
 
 def test_mistakes_are_told(folder: Path, tmp_path: Path) -> None:

@@ -127,8 +127,7 @@ def _place(arguments: argparse.Namespace) -> _Whereabouts:
     from wherry.tiers.host import free_host_memory
     from wherry.tiers.streams import accelerator
 
-    elements, dtype = weights_in(arguments.model, arguments.dtype)
-    nbytes = elements * dtype.itemsize
+    nbytes, dtype = weights_in(arguments.model, arguments.dtype)
     what = f"{format_bytes(nbytes)} of weights in {str(dtype).removeprefix('torch.')}"
     gpus, device = device_count(), accelerator()
     if arguments.nproc is not None or arguments.offload_param is not None:
@@ -159,10 +158,11 @@ def _no_room(what: str, free: str) -> WherryError:
 
 
 def weights_in(folder: Path, asked: str | None) -> tuple[int, torch.dtype]:
-    """How many weights a folder has, and their dtype in memory: that of the largest tensor, if none is asked for."""
+    """Bytes of a folder's weights in memory, and their dtype: that of the largest tensor, if none is asked for."""
     from wherry.checkpoint.export import DTYPES
 
-    count, dtype = stored(folder)
+    count, codes, dtype = stored(folder)
     if asked is None and dtype not in DTYPES.values():
         raise WherryError(f"generate: {folder} holds weights in {dtype}, which no forward takes; give a --dtype")
-    return count, DTYPES[asked] if asked else dtype
+    working = DTYPES[asked] if asked else dtype
+    return count * working.itemsize + codes, working

@@ -121,7 +121,10 @@ def _model(folder: Path, dtype: torch.dtype, adapter: str | None) -> Any:
     model = read_model(folder, dtype, "generate")
     model.config.use_cache = True
     if adapter is not None:
-        model = with_adapter(model, Path(adapter), "generate").to(dtype)
+        model = with_adapter(model, Path(adapter), "generate")
+        for parameter in model.parameters():
+            if not parameter.is_meta:  # what has values is the adapter's
+                parameter.data = parameter.data.to(dtype)
     return model.eval().requires_grad_(False)
 
 

@@ -189,9 +189,9 @@ class FineTuning:
         held, asked = bits_in(self.folder, "finetune"), self.options.bits
         has = f"{self.folder} has weights in {held} bits already"
         if held is not None and self.options.lora is None:
-            raise WherryError(f"finetune: {has}, which cannot be trained; add --lora for adapters beside them")
+            raise WherryError(f"finetune: {has}, which cannot be trained themselves; add --lora, which trains adapters")
         if held is not None and asked not in (held, None):
-            raise WherryError(f"--bits {asked}: {has}, of which no others are made")
+            raise WherryError(f"--bits {asked}: {has}; leave --bits out, or give the model in full precision")
         return held or asked
 
     def _complete_tokenizer(self) -> None:
@@ -203,7 +203,8 @@ class FineTuning:
         if (named := given.get("eos_token")) is not None:
             tokenizer.eos_token = named
         elif tokenizer.eos_token is None and isinstance(end, int):
-            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(end)
+            # Said in a text it is this token then, and not its letters.
+            tokenizer.add_special_tokens({"eos_token": tokenizer.convert_ids_to_tokens(end)})
         if tokenizer.eos_token is None:
             raise WherryError(
                 "finetune: neither the tokenizer nor the model's config has a token that ends a text; name one with "
@@ -364,16 +365,19 @@ class FineTuning:
         torch.manual_seed(self.options.seed)
         # Of adapters the reference is the model without them.
         more = {"ref_model": load(self.folder, self._dtype(), self.name)} if self._has_reference() else {}
-        trainer = trainer_class(self.method)(
-            **more,
-            model=model,
-            args=arguments,
-            train_dataset=self.examples.train,
-            eval_dataset=self.examples.evaluation,
-            processing_class=self.tokenizer,
-            peft_config=self._lora(self.options.lora),
-            wherry_config=self.config,
-        )
+        try:
+            trainer = trainer_class(self.method)(
+                **more,
+                model=model,
+                args=arguments,
+                train_dataset=self.examples.train,
+                eval_dataset=self.examples.evaluation,
+                processing_class=self.tokenizer,
+                peft_config=self._lora(self.options.lora),
+                wherry_config=self.config,
+            )
+        except (ImportError, ValueError) as error:  # of what does not go together, or is not installed
+            raise WherryError(f"finetune: TRL does not take this: {' '.join(str(error).split())}") from error
         set_length(trainer.args, self.options, len(trainer.train_dataset), self.readers)
         return trainer
 
@@ -403,6 +407,8 @@ class FineTuning:
                 outcome.ending = Ending.DIVERGED
                 if self.chief:
                     logger.error("%s", error)
+            except ImportError as error:  # of what an argument of TRL's asks for
+                raise WherryError(f"finetune: {' '.join(str(error).split())}") from error
             except (KeyboardInterrupt, SystemExit):
                 outcome.ending = Ending.INTERRUPTED
                 raise
@@ -424,7 +430,7 @@ class FineTuning:
 
         dtype = self.config.working_dtype()
         if dtype is None:
-            held = stored(self.folder)[1]
+            held = stored(self.folder)[2]
             dtype = held if held in (torch.bfloat16, torch.float16) else torch.bfloat16
         card = partial(card_of, self, trainer, following.outcome)
         write(trainer.engine, trainer, self.tokenizer, self.run_dir, dtype, card)

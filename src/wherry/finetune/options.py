@@ -139,6 +139,11 @@ def parse(argv: list[str]) -> Options:
         for rivals in (("lora", "full"), ("steps", "epochs")):  # one of the two replaces the other
             if any(getattr(given, each) for each in rivals) or (given.lora is not None and "lora" in rivals):
                 named = [word for word in named if not word.startswith(tuple(f"--{each}" for each in rivals))]
+        if given.full:  # and what goes with adapters
+            named = [word for word in named if not word.startswith(("--bits", "--set=lora."))]
+        if given.resume is not None and given.bits not in (None, in_file.bits):
+            was = "as they are" if in_file.bits is None else f"in {in_file.bits} bits"
+            raise WherryError(f"--bits {given.bits}: the run that goes on holds its weights {was}; leave --bits out")
         options = build_parser().parse_args([*named, *words])
         options.run_dir = given.run_dir
         options.model = in_file.model = values.get("model") if given.model in (None, str(file)) else given.model
@@ -154,7 +159,9 @@ def parse(argv: list[str]) -> Options:
         if getattr(options, name) is None:
             raise WherryError(f"finetune: {what} is missing; try `wherry finetune MODEL --data DATA`")
     if options.bits is not None and options.lora is None:
-        raise WherryError(f"--bits {options.bits}: weights in few bits cannot be trained; add --lora, for adapters")
+        raise WherryError(
+            f"--bits {options.bits}: weights in few bits cannot be trained themselves; add --lora for adapters"
+        )
     if options.no_save and options.save_interval:
         raise WherryError("--no-save: --save-interval asks for checkpoints; leave one of the two out")
     if options.steps is not None and options.epochs is not None:

@@ -85,7 +85,7 @@ def _refusal(
         cast = Forecaster(source, machine, ranks, sequence)
         try:
             return choose(config, cast.quick, ranks, free=free_keys(config), disk=disk, confirm=cast.exact).estimate
-        except NothingFits:
+        except WherryError:  # nothing fits, or this model cannot be had so
             return None
 
     for flag, source in lighter.items():
@@ -209,7 +209,8 @@ class _Coded(nn.Module):
         super().__init__()
         weight = layer.weight
         dtype, count = flat_kind(weight, None)
-        self.weight = nn.Parameter(torch.empty(count, dtype=dtype, device="meta"), requires_grad=False)
+        codes = torch.empty(count * dtype.itemsize, dtype=torch.uint8, device="meta")
+        self.weight = nn.Parameter(codes, requires_grad=False)
         self.bias, self.shape, self.in_8_bits = layer.bias, weight.shape, dtype is torch.int8
         scales = 4 * len(weight)
         if not self.in_8_bits:

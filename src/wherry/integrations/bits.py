@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
+import math
 from collections.abc import Iterator, Mapping
 from copy import copy
 from pathlib import Path
@@ -18,23 +18,30 @@ if TYPE_CHECKING:
 _LONGEST = 16 << 20
 
 
-def is_here() -> bool:
-    """Whether a base can be quantized on this machine."""
-    return importlib.util.find_spec("bitsandbytes") is not None
-
-
 def bits_in(folder: Path, command: str) -> int | None:
     """The bits of a folder's codes; None where its weights are numbers."""
-    told = json.loads(read_regular(folder / "config.json", _LONGEST)).get("quantization_config")
-    if told is None:
-        return None
-    if told.get("quant_method") == "bitsandbytes" and told.get("load_in_4bit", told.get("_load_in_4bit")):
-        return 4
+    file = folder / "config.json"
+    try:
+        told = json.loads(read_regular(file, _LONGEST)).get("quantization_config")
+        if told is None:
+            return None
+        ours = told.get("quant_method", "bitsandbytes") == "bitsandbytes"
+        if ours and True in (told.get("load_in_4bit"), told.get("_load_in_4bit")):
+            return 4
+        how = "8 bits by bitsandbytes" if ours else f"few bits by {told['quant_method']}"
+    except (OSError, ValueError, AttributeError) as error:
+        raise WherryError(f"{command}: {file}: quantization_config cannot be read: {error}") from None
     raise WherryError(
-        f"{command}: {folder} holds weights quantized by {told.get('quant_method', 'another library')}; taken are 4 "
-        "bits of bitsandbytes, and full precision: give the folder of the model that they were made of (`wherry "
-        "finetune --lora --bits 8` or 4 quantizes it while it is read)"
+        f"{command}: {folder} holds weights in {how}; full precision and 4 bits by bitsandbytes can be read: give the "
+        "folder of the model that they were made of, which `wherry finetune --lora --bits 8` quantizes while it is read"
     )
+
+
+def is_here() -> bool:
+    """Whether a base can be quantized by what is installed."""
+    from transformers.utils.import_utils import is_bitsandbytes_available
+
+    return bool(is_bitsandbytes_available())
 
 
 def to_bits(model: Any, bits: int, dtype: torch.dtype, command: str) -> Any:
@@ -66,10 +73,9 @@ def load_codes(model: Any, folder: Path, dtype: torch.dtype, command: str) -> An
     for name, source in sources.items():
         path, _, kind = name.rpartition(".weight.")
         if path:
-            beside.setdefault(path, {})[kind] = source.elements(0, source.shape[0])
-    for path, layer in model.named_modules():
-        if not isinstance(layer, Linear4bit):
-            continue
+            beside.setdefault(path, {})[kind] = source.elements(0, math.prod(source.shape))
+    layers = [(path, layer) for path, layer in model.named_modules() if isinstance(layer, Linear4bit)]
+    for path, layer in layers:
         codes = sources.get(f"{path}.weight")
         if not isinstance(codes, InFile) or path not in beside:
             raise WherryError(f"{command}: {folder} has no codes of {path}.weight, or no scales beside them")
@@ -77,14 +83,23 @@ def load_codes(model: Any, folder: Path, dtype: torch.dtype, command: str) -> An
         empty = torch.empty(codes.shape, dtype=codes.dtype, device="meta")
         layer.weight = torch.Tensor._make_subclass(type(layer.weight), empty, False)
         try:
-            layer.quant_state = QuantState.from_dict(beside[path], torch.device("cpu"))
+            layer.quant_state = QuantState.from_dict(dict(beside[path]), torch.device("cpu"))
         except (AssertionError, KeyError, ValueError) as error:
             raise WherryError(f"{command}: {folder}: the scales of {path}.weight cannot be read: {error}") from error
         layer.weight.__dict__.update(attributes, quant_state=layer.quant_state, bnb_quantized=True)
     found = wherry.load_pretrained(model, folder, strict=False)
-    if wrong := [*found.missing, *(name for name in found.unexpected if ".weight." not in name)]:
+    scales = {f"{path}.weight.{kind}" for path, layer in layers for kind in beside[path]}
+    if wrong := [*found.missing, *(name for name in found.unexpected if name not in scales)]:
         raise WherryError(f"{command}: {folder} and its config differ in {', '.join(wrong[:10])}")
     return model
+
+
+def left_wide(model: Any) -> int:
+    """How many weights of matrices are as they were, but embeddings and the head."""
+    coded = {id(weight) for weight in _coded(model)}
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    coded |= {id(parameter) for end in ends if end is not None for parameter in end.parameters()}
+    return sum(p.numel() for p in model.parameters() if p.dim() > 1 and id(p) not in coded)
 
 
 def in_bits(model: Any) -> int:
@@ -102,11 +117,13 @@ def _coded(model: Any) -> Iterator[Any]:
 def _replaced(model: Any, told: Mapping[str, Any], dtype: torch.dtype, command: str, *, has_codes: bool) -> Any:
     from transformers import BitsAndBytesConfig
     from transformers.quantizers import AutoHfQuantizer
-    from transformers.utils.import_utils import is_bitsandbytes_available
 
-    if not is_bitsandbytes_available():
-        raise WherryError(f"{command}: weights in few bits are bitsandbytes': pip install --upgrade bitsandbytes")
-    config = BitsAndBytesConfig.from_dict({**told, "bnb_4bit_compute_dtype": dtype})
+    if not is_here():
+        raise WherryError(f"{command}: weights in 4 or 8 bits need bitsandbytes: pip install --upgrade bitsandbytes")
+    try:
+        config = BitsAndBytesConfig.from_dict({**told, "bnb_4bit_compute_dtype": dtype})
+    except (AttributeError, TypeError, ValueError) as error:
+        raise WherryError(f"{command}: quantization_config of the model's config.json: {error}") from error
     quantiser = AutoHfQuantizer.from_config(config, pre_quantized=has_codes)
     model.config = copy(model.config)  # others may be made of it
     quantiser.preprocess_model(model=model, dtype=dtype, device_map=None)

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 from wherry.config.problems import path_meant
 from wherry.errors import WherryError
-from wherry.integrations.bits import bits_in, load_codes, to_bits
+from wherry.integrations.bits import bits_in, in_bits, left_wide, load_codes, to_bits
+from wherry.observe.log import logger
 from wherry.regular import read_regular
 
 if TYPE_CHECKING:
@@ -114,15 +115,17 @@ def _refuse_incomplete(folder: Path, command: str, cure: str) -> None:
         raise WherryError(f"{command}: the model has no tokenizer, without which a prompt has no ids{cure}")
 
 
-def stored(folder: Path) -> tuple[int, torch.dtype]:
-    """How many weights a folder has, and the dtype of the largest tensor."""
+def stored(folder: Path) -> tuple[int, int, torch.dtype]:
+    """How many weights a folder has, how many bytes of codes beside them, and the dtype of the largest tensor."""
     from torch import nn
 
+    from wherry.sharding.quantised import is_wide
     from wherry.sharding.safetensors_folder import InFile, open_folder
 
     sources = [source for source in open_folder(folder, nn.Module(), {}).values() if isinstance(source, InFile)]
-    largest = max(sources, key=lambda source: math.prod(source.shape))
-    return sum(math.prod(source.shape) for source in sources), largest.dtype
+    wide = [source for source in sources if is_wide(source.dtype)]
+    count, every = (sum(math.prod(source.shape) for source in found) for found in (wide, sources))
+    return count, every - count, max(wide or sources, key=lambda source: math.prod(source.shape)).dtype
 
 
 def read_tokenizer(folder: Path, command: str) -> Any:
@@ -157,5 +160,10 @@ def read_model(folder: Path, dtype: torch.dtype, command: str, bits: int | None 
         raise WherryError(f"{command}: {folder} holds a {type(model).__name__}, which is no causal language model")
     if bits_in(folder, command) is not None:
         return load_codes(model, folder, dtype, command)
-    wherry.load_pretrained(model if bits is None else to_bits(model, bits, dtype, command), folder)
+    if bits is not None and (wide := left_wide(to_bits(model, bits, dtype, command))) > in_bits(model) // 20:
+        logger.warning(
+            "%d weights of %s stay as they are, and %d are held in %d bits: what is no linear layer of its own, as "
+            "experts, is not quantized", wide, folder, in_bits(model), bits,
+        )  # fmt: skip
+    wherry.load_pretrained(model, folder)
     return model

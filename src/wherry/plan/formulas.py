@@ -67,7 +67,7 @@ def placed(of: Outline, config: Config, ranks: int, *, gpu: bool) -> Counts:
     found = states_between_steps(of.trained, config, ranks, gpu=gpu)
     frozen = "parameters", str(effective(placement.parameters.tier, shared=not gpu))
     parts = shards if placement.parameters.partitioned else 1
-    weights, gradients = of.nbytes(width), width * of.trained
+    weights, gradients = width * of.parameters - (width - 1) * of.codes, width * of.trained
     found[frozen] = found.get(frozen, 0) + -(-(weights - gradients) // parts)
 
     sent: dict[str, float] = {}
@@ -91,7 +91,7 @@ def placed(of: Outline, config: Config, ranks: int, *, gpu: bool) -> Counts:
     top = {"resting": on(Tier.DEVICE), HOST: on(Tier.HOST)}
     if placement.parameters.partitioned:
         # The largest unit, and what is gathered ahead of its use.
-        largest = of.largest_unit * weights / of.parameters
+        largest = width * of.largest_unit - (width - 1) * of.largest_codes
         top[GATHERED] = min(weights, largest + width * zero.stage3_prefetch_bucket_size)
     if placement.gradients.partitioned:
         # One unit's gradients while they are reduced, and the next one's as they arrive.

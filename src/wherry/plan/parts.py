@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import fnmatch
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +17,7 @@ from wherry.nn import GeluLinear
 from wherry.plan.formulas import precision_of
 from wherry.plan.model_states import WORKING_BYTES
 from wherry.sharding.grouping import plan_units
-from wherry.sharding.quantised import is_wide
+from wherry.sharding.quantised import has_codes
 
 if TYPE_CHECKING:
     from wherry.config import Config
@@ -70,8 +70,10 @@ def _kind(block: nn.Module) -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Outline:
-    """A model by its numbers: parameters, those of its largest unit, and of each of its equal `blocks`; `codes` are
-    bytes, of weights in few bits."""
+    """A model by its numbers: parameters, those of its largest unit, and of each of its equal `blocks`.
+
+    Of weights in few bits a parameter is a byte of codes: how many are such, and how many of the largest unit's.
+    """
 
     parameters: int
     trained: int
@@ -79,30 +81,29 @@ class Outline:
     blocks: int
     of_block: int
     codes: int = 0
+    largest_codes: int = 0
     # What goes from a block to the next of a token, as far as its norms tell.
     width: int = 0
 
     @classmethod
     def of(cls, model: nn.Module) -> Outline:
         run = longest_run(model)
-        units = (sum(p.numel() for _, p in unit.parameters) for unit in plan_units(model))
+        units = [[parameter for _, parameter in unit.parameters] for unit in plan_units(model)]
+        largest = max(units, key=lambda unit: 2 * _numel(unit) - _numel(filter(has_codes, unit)))
         return cls(
-            _numel(model),
+            _numel(model.parameters()),
             sum(p.numel() for p in model.parameters() if p.requires_grad),
-            max(units),
+            _numel(largest),
             0 if run is None else run.length,
-            0 if run is None else _numel(run.blocks[0]),
-            sum(p.numel() for p in model.parameters() if not (p.requires_grad or is_wide(p.dtype))),
+            0 if run is None else _numel(run.blocks[0].parameters()),
+            _numel(filter(has_codes, model.parameters())),
+            _numel(filter(has_codes, largest)),
             0 if run is None else _width(run.blocks[0]),
         )
 
-    def nbytes(self, width: int) -> int:
-        """Of all parameters, in a working type of so many bytes."""
-        return width * (self.parameters - self.codes) + self.codes
 
-
-def _numel(module: nn.Module) -> int:
-    return sum(parameter.numel() for parameter in module.parameters())
+def _numel(parameters: Iterable[nn.Parameter]) -> int:
+    return sum(parameter.numel() for parameter in parameters)
 
 
 def _width(block: nn.Module) -> int:

@@ -61,8 +61,15 @@ def flat_kind(parameter: torch.Tensor, working: torch.dtype | None) -> tuple[tor
     if _awaits_8_bits(parameter):
         return torch.int8, parameter.numel()
     own = local(parameter)
-    codes = not parameter.requires_grad and (not is_wide(own.dtype) or _is_made_of_others(parameter))
-    return (own.dtype if codes or working is None else working), own.numel()
+    return (own.dtype if has_codes(parameter) or working is None else working), own.numel()
+
+
+def has_codes(parameter: torch.Tensor) -> bool:
+    """Whether its elements have no meaning as numbers. bitsandbytes may store codes in a type of floats."""
+    if parameter.requires_grad:
+        return False
+    coded = getattr(parameter, "quant_state", None) is not None or _is_made_of_others(parameter)
+    return coded or not is_wide(local(parameter).dtype)
 
 
 def _is_made_of_others(tensor: torch.Tensor) -> bool:
