@@ -252,7 +252,7 @@ def test_what_is_no_model_is_told(
     assert "the model has no tokenizer" in told(without)
     assert "has no config.json that transformers knows; add it to what `wherry export" in told(saved(tmp_path / "old"))
     assert "does not take" in told(changed("kind", model_type="unheard-of"))
-    assert "holds weights in few bits by gptq" in told(changed("quantized", quantization_config={"quant_method": "gptq"}))
+    assert "in few bits by gptq" in told(changed("quantized", quantization_config={"quant_method": "gptq"}))
     bert = changed("bert", model_type="bert", architectures=["BertModel"], hidden_size=48, num_attention_heads=3)
     assert "BertModel, which is no causal language model" in told(bert)
     assert "load_pretrained" in told(changed("layers", n_layer=3))
