@@ -160,10 +160,13 @@ def read_model(folder: Path, dtype: torch.dtype, command: str, bits: int | None 
         raise WherryError(f"{command}: {folder} holds a {type(model).__name__}, which is no causal language model")
     if bits_in(folder, command) is not None:
         return load_codes(model, folder, dtype, command)
-    if bits is not None and (wide := left_wide(to_bits(model, bits, dtype, command))) > in_bits(model) // 20:
-        logger.warning(
-            "%d weights of %s stay as they are, and %d are held in %d bits: what is no linear layer of its own, as "
-            "experts, is not quantized", wide, folder, in_bits(model), bits,
-        )  # fmt: skip
+    if bits is not None:
+        to_bits(model, bits, dtype, command)
+        wide, coded = left_wide(model), in_bits(model)
+        if wide > coded // 20:
+            logger.warning(
+                "%d weights of %s stay as they are, and %d are held in %d bits: what is no linear layer of its own, as "
+                "experts, is not quantized", wide, folder, coded, bits,
+            )  # fmt: skip
     wherry.load_pretrained(model, folder)
     return model

@@ -70,7 +70,7 @@ def _start(options: Options, *, reads: bool = True) -> Start:
         except WherryError as error:
             beside = path if path.name == IN_RUN else path / IN_RUN if (path / IN_RUN).is_dir() else path.parent
             there = [str(beside / tag) for tag in folders.newest_first(beside) if beside / tag != path]
-            there = [each for each in there if each not in str(error)]
+            there = [each for each in there if f'"{each}"' not in str(error)]  # one is proposed already
             others = f"; there are {', '.join(there[:3])}" if there else ""
             raise WherryError(f"--resume: {error}{others}") from error
     folder = save_folder(options, Path(options.run_dir or ""))
