@@ -18,8 +18,10 @@ from torch._subclasses import FakeTensorMode
 
 import wherry
 from wherry import config as configs
+from wherry.cli import main as wherry_command
 from wherry.cli.finetune import main
 from wherry.errors import WherryError
+from wherry.finetune.model import load
 from wherry.finetune.options import parse
 from wherry.finetune.place import _with_stand_ins, source_for
 from wherry.integrations.bits import to_bits
@@ -156,12 +158,22 @@ def test_codes_are_never_cast_whatever_type_stores_them(folder: Path, tmp_path: 
                 assert codes.view(torch.uint8).equal(true[name].view(torch.uint8)), name
 
 
-def test_a_run_over_4_bits_says_so_and_goes_on_to_the_same_bits(folder: Path, tmp_path: Path) -> None:
+def test_a_run_over_4_bits_says_so_and_goes_on_to_the_same_bits(
+    folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, run = folder / "llama", tmp_path / "run"
     words = [str(model), f"--data={folder / 'rows.jsonl'}", *RUN, "--bits=4", f"--run-dir={run}"]
     assert main([*words, "--steps=4", "--save-interval=2"]) == 0
     assert yaml.safe_load((run / "finetune.yaml").read_text())["bits"] == 4
-    assert "beside weights in 4 bits" in (run / "model" / "README.md").read_text()
+    card = (run / "model" / "README.md").read_text()
+    assert "beside weights in 4 bits" in card and "--bits 4\n" in card
+    sample = json.loads((run / "samples.jsonl").read_text().splitlines()[-1])
+    asked = ["generate", str(run), sample["prompt"], "--raw", "--temperature=0", "--max-new-tokens=64", "--bits"]
+    capsys.readouterr()
+    assert wherry_command([*asked, "4"]) == 0
+    said = capsys.readouterr()
+    assert said.out.removeprefix(sample["prompt"]).strip() == sample["answer"] != ""
+    assert "wherry: 108.1 KiB of weights in float32 and in 4 bits, on" in said.err
     ended = load_file(run / "model" / "adapter_model.safetensors")
     assert all(tensor.dtype is torch.float32 for tensor in ended.values())
     for name in ("model", "checkpoints/checkpoint-4"):
@@ -174,7 +186,9 @@ def test_a_run_over_4_bits_says_so_and_goes_on_to_the_same_bits(folder: Path, tm
     assert ended.keys() == again.keys() and all(torch.equal(ended[name], again[name]) for name in ended)
 
 
-def test_what_cannot_be_is_told(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_is_told(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     model, rows = folder / "llama", f"--data={folder / 'rows.jsonl'}"
     coded = tmp_path / "coded"
     plain(model, **NF4).save_pretrained(coded)
@@ -190,6 +204,8 @@ def test_what_cannot_be_is_told(folder: Path, tmp_path: Path, monkeypatch: pytes
     ):
         with pytest.raises(WherryError, match=told):
             main([*words, "--steps=2", f"--run-dir={tmp_path / 'run'}"])
+    assert wherry_command(["generate", str(coded), "hi", "--bits=8"]) == 2
+    assert "generate: --bits 8: " in capsys.readouterr().err
     file = coded / "config.json"
     told = json.loads(file.read_text())
     for wrong, why in (
@@ -208,9 +224,9 @@ def test_what_cannot_be_is_told(folder: Path, tmp_path: Path, monkeypatch: pytes
 def test_weights_that_stay_wide_are_told_of(folder: Path, chat: Any, caplog: pytest.LogCaptureFixture) -> None:
     make_folder(folder / "mixtral", "mixtral", chat)
     with caplog.at_level(logging.WARNING, "wherry"):
-        read_model(folder / "llama", torch.float32, "test", 4)
+        load(folder / "llama", torch.float32, "llama", 4)
         assert not caplog.records
-        read_model(folder / "mixtral", torch.float32, "test", 4)
+        load(folder / "mixtral", torch.float32, "mixtral", 4)
     experts, attention = 2 * 4 * 3 * 32 * 48 + 2 * 4 * 32, 2 * (2 * 32 * 32 + 2 * 32 * 16)
     assert f"{experts} weights of {folder / 'mixtral'} stay as they are, and {attention} are held in 4" in caplog.text
 

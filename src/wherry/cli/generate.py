@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wherry.config.problems import Parser
 from wherry.errors import WherryError
-from wherry.integrations.model_folder import EXPECTED, adapter_in, base_of, opened, stored
+from wherry.integrations.model_folder import EXPECTED, adapter_in, base_of, opened, read_model, stored
 
 if TYPE_CHECKING:
     import torch
@@ -55,6 +55,12 @@ def build_parser() -> argparse.ArgumentParser:
     flag("--raw", action="store_true", help="go on from the prompt as it stands, with no chat template around it")
     flag("--seed", type=_number(int, 0), metavar="N", help="the same seed writes the same (default: another each time)")
     flag("--dtype", choices=("fp32", "bf16", "fp16"), help="of the weights (default: as in the files)")
+    flag(
+        "--bits",
+        type=int,
+        choices=(4, 8),
+        help="hold the weights in so many bits, by bitsandbytes, as `wherry finetune --lora --bits` does",
+    )
     flag("--nproc", type=_number(int, 1), metavar="N", help="share the weights out over N ranks")
     flag("--offload-param", choices=("none", "cpu", "nvme"), help="where weights rest until their block runs")
     flag("--nvme-path", metavar="FOLDER", help="the folder on disk for --offload-param nvme")
@@ -127,8 +133,9 @@ def _place(arguments: argparse.Namespace) -> _Whereabouts:
     from wherry.tiers.host import free_host_memory
     from wherry.tiers.streams import accelerator
 
-    nbytes, dtype = weights_in(arguments.model, arguments.dtype)
+    nbytes, dtype = weights_in(arguments.model, arguments.dtype, arguments.bits)
     what = f"{format_bytes(nbytes)} of weights in {str(dtype).removeprefix('torch.')}"
+    what += f" and in {arguments.bits} bits" if arguments.bits is not None else ""
     gpus, device = device_count(), accelerator()
     if arguments.nproc is not None or arguments.offload_param is not None:
         ranks, offload = arguments.nproc or 1, arguments.offload_param or "none"
@@ -157,12 +164,16 @@ def _no_room(what: str, free: str) -> WherryError:
     )
 
 
-def weights_in(folder: Path, asked: str | None) -> tuple[int, torch.dtype]:
+def weights_in(folder: Path, asked: str | None, bits: int | None = None) -> tuple[int, torch.dtype]:
     """Bytes of a folder's weights in memory, and their dtype: that of the largest tensor, if none is asked for."""
     from wherry.checkpoint.export import DTYPES
+    from wherry.integrations.bits import in_bits
 
     count, codes, dtype = stored(folder)
     if asked is None and dtype not in DTYPES.values():
         raise WherryError(f"generate: {folder} holds weights in {dtype}, which no forward takes; give a --dtype")
     working = DTYPES[asked] if asked else dtype
+    if bits is not None:
+        coded = in_bits(read_model(folder, working, "generate", bits))
+        count, codes = count - coded, codes + coded * bits // 8
     return count * working.itemsize + codes, working

@@ -54,7 +54,7 @@ class Writer:
     def __init__(self, arguments: argparse.Namespace) -> None:
         folder: Path = arguments.model
         self.tokenizer = read_tokenizer(folder, "generate")
-        model = _model(folder, weights_in(folder, arguments.dtype)[1], arguments.adapter)
+        model = _model(folder, weights_in(folder, arguments.dtype)[1], arguments)
         self.chats = bool(self.tokenizer.chat_template) and not arguments.raw
         self.engine = _placed(model, arguments)
         self.model: Any = self.engine.module
@@ -116,12 +116,12 @@ class Writer:
 # The model.
 
 
-def _model(folder: Path, dtype: torch.dtype, adapter: str | None) -> Any:
+def _model(folder: Path, dtype: torch.dtype, arguments: argparse.Namespace) -> Any:
     """On the meta device, with values that are found in the folder's files."""
-    model = read_model(folder, dtype, "generate")
+    model = read_model(folder, dtype, "generate", arguments.bits)
     model.config.use_cache = True
-    if adapter is not None:
-        model = with_adapter(model, Path(adapter), "generate")
+    if arguments.adapter is not None:
+        model = with_adapter(model, Path(arguments.adapter), "generate")
         for parameter in model.parameters():
             if not parameter.is_meta:  # what has values is the adapter's
                 parameter.data = parameter.data.to(dtype)

@@ -186,13 +186,13 @@ class FineTuning:
         """Of the weights beside the adapters: those of the folder, or as they are asked for."""
         from wherry.integrations.bits import bits_in
 
-        held, asked = bits_in(self.folder, "finetune"), self.options.bits
-        has = f"{self.folder} has weights in {held} bits already"
+        held = bits_in(self.folder, "finetune", self.options.bits)
         if held is not None and self.options.lora is None:
-            raise WherryError(f"finetune: {has}, which cannot be trained themselves; add --lora, which trains adapters")
-        if held is not None and asked not in (held, None):
-            raise WherryError(f"--bits {asked}: {has}; leave --bits out, or give the model in full precision")
-        return held or asked
+            raise WherryError(
+                f"finetune: {self.folder} has weights in {held} bits already, which cannot be trained themselves; add "
+                "--lora, which trains adapters"
+            )
+        return held or self.options.bits
 
     def _complete_tokenizer(self) -> None:
         """With what TRL would take it from its arguments, and what the model says where a tokenizer says nothing."""

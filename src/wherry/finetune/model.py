@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from wherry.config.problems import did_you_mean
 from wherry.errors import WherryError
+from wherry.integrations.bits import in_bits, left_wide
 from wherry.integrations.model_folder import FINISHED, read_model
+from wherry.observe.log import logger
 
 if TYPE_CHECKING:
     import torch
@@ -74,6 +76,11 @@ def load(folder: Path, dtype: torch.dtype, name: str, bits: int | None = None) -
     import transformers
 
     model = read_model(folder, dtype, "finetune", bits)
+    if bits is not None and (wide := left_wide(model)) > (coded := in_bits(model)) // 20:
+        logger.warning(
+            "%d weights of %s stay as they are, and %d are held in %d bits: what is no linear layer of its own, as "
+            "experts, is not quantized", wide, folder, coded, bits,
+        )  # fmt: skip
     model.config._name_or_path = model.name_or_path = name
     model.config.use_cache = False
     if (folder / "generation_config.json").exists():

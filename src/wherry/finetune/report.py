@@ -64,9 +64,8 @@ def question(text: str, tokenizer: Any) -> str:
 def then_of(job: FineTuning, outcome: Outcome) -> Facts:
     folder = shlex.quote(str(job.run_dir))
     if outcome.ending is Ending.FINISHED:
-        prompt = shlex.quote(_asked(job))
         return [
-            ("ask it", f"wherry generate {shlex.quote(str(job.run_dir / FINISHED))} {prompt}"),
+            ("ask it", _ask(job, str(job.run_dir / FINISHED))),
             ("do it again, or otherwise", f"wherry finetune {shlex.quote(str(job.run_dir / FILE))} --run-dir OTHER"),
         ]
     if outcome.ending is Ending.INTERRUPTED and not job.options.no_save:
@@ -74,8 +73,10 @@ def then_of(job: FineTuning, outcome: Outcome) -> Facts:
     return []
 
 
-def _asked(job: FineTuning) -> str:
-    return question(job.examples.prompts[0].text, job.tokenizer)[:120] if job.examples.prompts else "Hello"
+def _ask(job: FineTuning, folder: str) -> str:
+    asked = question(job.examples.prompts[0].text, job.tokenizer)[:120] if job.examples.prompts else "Hello"
+    bits = f" --bits {job.options.bits}" if job.options.bits is not None else ""
+    return f"wherry generate {shlex.quote(folder)} {shlex.quote(asked)}{bits}"
 
 
 def card_of(job: FineTuning, trainer: Any, outcome: Outcome) -> str:
@@ -119,5 +120,5 @@ def card_of(job: FineTuning, trainer: Any, outcome: Outcome) -> str:
             "",
             'model = AutoModelForCausalLM.from_pretrained(".")',
         ]
-    lines += ["```", "", "```", f"wherry generate . {shlex.quote(_asked(job))}", "```", ""]
+    lines += ["```", "", "```", _ask(job, "."), "```", ""]
     return "\n".join(head + lines)

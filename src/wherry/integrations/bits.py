@@ -18,19 +18,25 @@ if TYPE_CHECKING:
 _LONGEST = 16 << 20
 
 
-def bits_in(folder: Path, command: str) -> int | None:
-    """The bits of a folder's codes; None where its weights are numbers."""
+def bits_in(folder: Path, command: str, asked: int | None = None) -> int | None:
+    """The bits of a folder's codes, which cannot be others than are `asked` for; None where its weights are numbers."""
     file = folder / "config.json"
     try:
         told = json.loads(read_regular(file, _LONGEST)).get("quantization_config")
         if told is None:
             return None
         ours = told.get("quant_method", "bitsandbytes") == "bitsandbytes"
-        if ours and True in (told.get("load_in_4bit"), told.get("_load_in_4bit")):
-            return 4
+        in_4 = ours and True in (told.get("load_in_4bit"), told.get("_load_in_4bit"))
         how = "8 bits by bitsandbytes" if ours else f"few bits by {told['quant_method']}"
     except (OSError, ValueError, AttributeError) as error:
         raise WherryError(f"{command}: {file}: quantization_config cannot be read: {error}") from None
+    if in_4 and asked in (4, None):
+        return 4
+    if in_4:
+        raise WherryError(
+            f"{command}: --bits {asked}: {folder} has weights in 4 bits already; leave --bits out, or give the model "
+            "in full precision"
+        )
     raise WherryError(
         f"{command}: {folder} holds weights in {how}; full precision and 4 bits by bitsandbytes can be read: give the "
         "folder of the model that they were made of, which `wherry finetune --lora --bits 8` quantizes while it is read"

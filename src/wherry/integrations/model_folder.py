@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from wherry.config.problems import path_meant
 from wherry.errors import WherryError
-from wherry.integrations.bits import bits_in, in_bits, left_wide, load_codes, to_bits
-from wherry.observe.log import logger
+from wherry.integrations.bits import bits_in, load_codes, to_bits
 from wherry.regular import read_regular
 
 if TYPE_CHECKING:
@@ -158,15 +157,9 @@ def read_model(folder: Path, dtype: torch.dtype, command: str, bits: int | None 
         torch.set_default_dtype(before)
     if not getattr(model, "can_generate", bool)() or model.config.is_encoder_decoder:
         raise WherryError(f"{command}: {folder} holds a {type(model).__name__}, which is no causal language model")
-    if bits_in(folder, command) is not None:
+    if bits_in(folder, command, bits) is not None:
         return load_codes(model, folder, dtype, command)
     if bits is not None:
         to_bits(model, bits, dtype, command)
-        wide, coded = left_wide(model), in_bits(model)
-        if wide > coded // 20:
-            logger.warning(
-                "%d weights of %s stay as they are, and %d are held in %d bits: what is no linear layer of its own, as "
-                "experts, is not quantized", wide, folder, coded, bits,
-            )  # fmt: skip
     wherry.load_pretrained(model, folder)
     return model
