@@ -1,7 +1,7 @@
 """A program of the tests: the trainings of `wherry finetune`, and without Wherry. `against_trl.py FOLDER CASES OUT`.
 
 Each case is "model how method stage tier", behind which may stand how many ranks share a row and how many micro-batches
-run together, or "model how method plain PARTS". How is full, lora, or lora beside weights in 4 or 8 bits, as lora4.
+run together, or "model how method plain PARTS". How is full, lora, or lora beside weights in 4 or 8 bits, as lora4; method is sft, dpo, or packed.
 Rank 0 writes losses and gradient norms by case.
 """
 
@@ -29,6 +29,8 @@ from wherry.finetune.options import parse
 from wherry.finetune.trainers import trainer_class
 
 STEPS, ROWS = 3, 8
+PACKED = 28
+"""So long are rows of two of the others, which are as many as the steps take."""
 together = wherry.Engine.backward_together
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -47,6 +49,7 @@ def options_of(
     ]
     words += ["--no-save", "--eval-interval=1000", "--lr-warmup-iters=0", "--clip-grad=0.5"]
     words += ["--lora=r=4"] if how != "full" else []
+    words += ["--packing"] if method == "packed" else []
     words += [f"--bits={how[4:]}"] if how[4:].isdigit() else []
     words += ["--set=wherry.accumulation=layer_major"] if window != "1" else []
     words += [f"--offload-optimizer={tier}"] + ([f"--offload-param={tier}"] if stage == "3" else [])
@@ -60,10 +63,11 @@ def history(trainer: Any) -> list[list[float]]:
 
 def ours(folder: Path, model: str, options: Namespace, method: str) -> Any:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / model)
-    examples = load_examples(options.data, method, tokenizer, eval_split=0, seed=3, sequence=64)
+    length = PACKED if options.packing else 64
+    examples = load_examples(options.data, method, tokenizer, eval_split=0, seed=3, sequence=length)
     config = build_config(options, method, None, bf16=False, ranks=WORLD)
     out = folder / "out"
-    arguments = trainer_arguments(options, method, config, 64, out, cpu=True, ranks=WORLD, evaluates=False)
+    arguments = trainer_arguments(options, method, config, length, out, cpu=True, ranks=WORLD, evaluates=False)
     reference = (
         {"ref_model": load(folder / model, torch.float32, model)} if method == "dpo" and not options.lora else {}
     )
@@ -93,11 +97,13 @@ def plain(folder: Path, model: str, options: Namespace, method: str, parts: int)
 
     rows = [json.loads(line) for line in Path(options.data).read_text().splitlines()]
     cls, of = (trl.DPOTrainer, trl.DPOConfig) if method == "dpo" else (trl.SFTTrainer, trl.SFTConfig)
+    packed = {"packing": True} if options.packing else {}
     arguments = of(
         str(folder / "out"), per_device_train_batch_size=ROWS // parts, gradient_accumulation_steps=parts,
         max_steps=STEPS, learning_rate=0.01, seed=3, use_cpu=True,
         bf16=False, max_grad_norm=0.5, logging_steps=1, report_to=[], save_strategy="no", disable_tqdm=True,
-        max_length=64, lr_scheduler_type="cosine", gradient_checkpointing=False,
+        max_length=PACKED if options.packing else 64, lr_scheduler_type="cosine", gradient_checkpointing=False,
+        **packed,
     )  # fmt: skip
     whole = transformers.AutoModelForCausalLM.from_pretrained(
         folder / model, dtype=torch.float32, quantization_config=quantisation(options.bits), device_map="cpu"
@@ -135,11 +141,12 @@ def main() -> None:
         AcceleratorState._reset_state(reset_partial_state=True)
         GradientState._reset_state()
         model, how, method, stage, *more = case.split()
+        place, trained = ("2", "none") if stage == "plain" else (stage, *more), method.replace("packed", "sft")
+        options = options_of(folder, how, method, *place)
         if stage == "plain":
-            options = options_of(folder, how, method, "2", "none")
-            found[case] = plain(folder, model, options, method, parts=int(more[0]))
+            found[case] = plain(folder, model, options, trained, parts=int(more[0]))
         else:
-            found[case] = ours(folder, model, options_of(folder, how, method, stage, *more), method)
+            found[case] = ours(folder, model, options, trained)
     if os.environ.get("RANK", "0") == "0":
         out.write_text(json.dumps(found))
 

@@ -91,6 +91,15 @@ def test_micro_batches_that_run_together_have_the_losses_of_trl(
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+def test_rows_that_are_packed_have_the_losses_of_trl(folder: Path, ranks: int) -> None:
+    """Two in one, which do not see each other."""
+    trainings = [f"{model} {how} packed" for model in MODELS for how in ("full", "lora")]
+    cases = [f"{training} {' '.join(placed(number + 3 * ranks))}" for number, training in enumerate(trainings)]
+    plain = [f"{training} plain {oracle(training.split()[0], ranks)}" for training in trainings]
+    check(run(folder, cases, ranks, f"packed-{ranks}"), run(folder, plain, 1, f"packed-plain-{ranks}"), ranks)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_adapters_beside_weights_in_few_bits_have_the_losses_of_trl(folder: Path, ranks: int) -> None:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     trainings = [f"{model} lora{bits} {method}" for model in MODELS[:3] for bits in (4, 8) for method in ("sft", "dpo")]
