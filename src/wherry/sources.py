@@ -49,14 +49,31 @@ def _is_on_hub(model: str) -> bool:
 
 def located(model: Any, *, online: bool = False) -> Any:
     """The path of the config of a model that is named as on the hub, if its cache here has it or it may be fetched."""
-    if not isinstance(model, str):
+    if not isinstance(model, str) or not _is_on_hub(name := without_page(model)):
         return model
-    model = model.removeprefix(_PAGE).rstrip("/") if model.startswith(_PAGE) else model
-    if not _is_on_hub(model):
-        return model
-    from wherry.plan.network import config_on_hub
+    file = folder_of(name, "config.json", fetch=online, command="MODEL: the config of") / "config.json"
+    return str(file) if file.exists() else name
 
-    return config_on_hub(model, online=online) or model
+
+WEIGHTS = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
+"""The files of a model: no code, and no weights but safetensors."""
+
+
+def without_page(model: str) -> str:
+    """The name on the hub of a model whose page is given; any other as it is."""
+    return model.removeprefix(_PAGE).rstrip("/") if model.startswith(_PAGE) else model
+
+
+def folder_of(model: str, *patterns: str, fetch: bool, command: str) -> Path:
+    """The folder that `model` names: of this machine, or, where it is named as on the hub, in the hub's cache here.
+
+    There it has the files of these names, which are fetched if need be, and if they may be.
+    """
+    if not _is_on_hub(model):
+        return Path(model)
+    from wherry.plan.network import files_on_hub
+
+    return files_on_hub(model, *patterns, fetch=fetch, told=f"{command} {model}") or Path(model)
 
 
 def find(model: str | nn.Module | Callable[..., Any]) -> ModelSource:

@@ -236,7 +236,7 @@ def test_what_is_no_model_is_told(
             (folder / "config.json").write_text(json.dumps(values | config))
         return folder
 
-    assert "there is no such folder; one of a hub's models is made by `hf download" in told(tmp_path / "none")
+    assert "there is no such folder; a model of the hub is fetched by `hf download" in told(tmp_path / "none")
     meant = f'{run}x: there is no such folder, did you mean "{run}"?'
     assert meant in told(run.with_name(f"{run.name}x"))
     assert "is no checkpoint and holds none: there is no manifest.json in it; expected" in told(tmp_path)

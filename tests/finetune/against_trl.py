@@ -1,7 +1,8 @@
 """A program of the tests: the trainings of `wherry finetune`, and without Wherry. `against_trl.py FOLDER CASES OUT`.
 
 Each case is "model how method stage tier", behind which may stand how many ranks share a row and how many micro-batches
-run together, or "model how method plain PARTS". How is full, lora, or lora beside weights in 4 or 8 bits, as lora4; method is sft, dpo, or packed.
+run together, or "model how method plain PARTS". How is full, lora, or lora beside weights in 4 or 8 bits, as lora4.
+Method is sft, dpo, or packed.
 Rank 0 writes losses and gradient norms by case.
 """
 

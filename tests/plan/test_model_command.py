@@ -261,16 +261,19 @@ def test_a_name_of_the_hub(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     shape = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 1, "n_embd": 64, "n_head": 2}
     file.write_text(json.dumps(shape | {"vocab_size": 100, "n_positions": 32}))
 
-    def download(*what: str) -> str:
-        asked.append(what)
-        if what[0] == "owner/closed":
+    def download(name: str, allow_patterns: list[str], local_files_only: bool) -> str:
+        if local_files_only:
+            if not kept:
+                raise OSError("not here")
+            return kept[0]
+        asked.append((name, *allow_patterns))
+        if name == "owner/closed":
             raise GatedRepoError("no", response=SimpleNamespace(headers={}, request=None))  # type: ignore[arg-type]
-        if what[0] == "owner/lost":
+        if name == "owner/lost":
             raise OSError("there is no network\nat all")
-        return str(file)
+        return str(tmp_path)
 
-    monkeypatch.setattr(hub, "hf_hub_download", download)
-    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda *_: kept[0] if kept else None)
+    monkeypatch.setattr(hub, "snapshot_download", download)
     plan = ("--machine", "4090")
     assert "`hf download owner/tiny config.json --local-dir tiny`" in error(capsys, "owner/tiny", *plan)
     assert not asked
@@ -280,7 +283,7 @@ def test_a_name_of_the_hub(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert "cannot be fetched from the hub: there is no network at all" in error(
         capsys, "owner/lost", *plan, "--online"
     )
-    kept.append(str(file))
+    kept.append(str(tmp_path))
     assert wherry.estimate("owner/tiny", machine="4090").sequence == 32
 
 

@@ -41,4 +41,5 @@ def _start(options: Options, argv: list[str]) -> int:
     ranks = options.nproc or device_count() or 1
     if ranks == 1 and not options.max_restarts:
         return job.main(argv)
+    job.where(options.model)  # what has to be fetched is, once
     return start_ranks("wherry.finetune", ranks, options.max_restarts, argv)

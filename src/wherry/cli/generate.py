@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wherry.config.problems import Parser
 from wherry.errors import WherryError
-from wherry.integrations.model_folder import EXPECTED, adapter_in, base_of, opened, read_model, stored
+from wherry.integrations.model_folder import EXPECTED, adapter_in, base_of, in_cache, opened, read_model, stored
 
 if TYPE_CHECKING:
     import torch
@@ -30,7 +30,8 @@ def build_parser() -> argparse.ArgumentParser:
         "loads; where its tokenizer has a chat template, answer it. Without a prompt each line of standard input is "
         "one, until an empty one. Weights that do not fit on one device are shared out over all GPUs, or rest in host "
         "memory, from which a block at a time comes.",
-        epilog="No code that comes with a model is run, and nothing is fetched.",
+        epilog="No code that comes with a model is run, and nothing is fetched: a name of the hub is looked up in its "
+        "cache on this machine.",
     )
     flag = parser.add_argument
     flag("model", metavar="MODEL", type=Path, help=EXPECTED)
@@ -90,7 +91,7 @@ def main(argv: list[str]) -> int:
     if arguments.adapter is None and (adapter := adapter_in(arguments.model)) is not None:
         arguments.adapter = str(adapter)
         arguments.model = base_of(adapter, "generate")
-    with opened(arguments.model, "generate") as folder:
+    with opened(in_cache(str(arguments.model)), "generate") as folder:
         arguments.model = folder
         place = _place(arguments)
         print(f"wherry: {place.why}", file=sys.stderr, flush=True)

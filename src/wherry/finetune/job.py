@@ -38,12 +38,9 @@ def main(argv: list[str]) -> int:
 
 def where(model: str) -> Path:
     """The folder that MODEL names, of this machine or fetched from the hub."""
-    path = Path(model)
-    if path.exists() or model.count("/") != 1 or model.startswith((".", "/")):
-        return path
-    from wherry.finetune.model import on_hub
+    from wherry.sources import WEIGHTS, folder_of
 
-    return on_hub(model)
+    return folder_of(model, *WEIGHTS, fetch=True, command="finetune: there is no such folder here, and")
 
 
 def check(options: Options) -> bool:

@@ -23,20 +23,6 @@ if TYPE_CHECKING:
 _SHORT = {"alpha": "lora_alpha", "dropout": "lora_dropout", "target": "target_modules", "modules": "target_modules"}
 
 
-def on_hub(name: str) -> Path:
-    """The folder of a hub's model here; what it lacks is fetched. No code and no weights but safetensors."""
-    import huggingface_hub
-
-    patterns = ["*.safetensors", "*.json", "*.model", "*.txt", "*.jinja"]
-    try:
-        return Path(huggingface_hub.snapshot_download(name, allow_patterns=patterns))
-    except Exception as error:  # as many kinds as there are networks
-        why = " ".join(str(error).split())[:300]
-        raise WherryError(
-            f"finetune: {name}: there is no such folder, and no model of that name could be fetched: {why}"
-        ) from None
-
-
 def lora_config(text: str, more: Mapping[str, Any]) -> Any:
     """PEFT's config from `r=16,alpha=32`, and from what `--set lora.` says."""
     import peft

@@ -10,6 +10,7 @@ from typing import Any
 
 from wherry.config.problems import Parser, did_you_mean
 from wherry.errors import WherryError
+from wherry.sources import without_page
 from wherry.train.options import FLAGS as OF_TRAIN
 from wherry.train.options import Flag, Options, dashed, flag, keys_of, none_or_more, positive
 
@@ -158,6 +159,7 @@ def parse(argv: list[str]) -> Options:
     for name, what in (("model", "a MODEL, a folder that transformers loads"), ("data", "--data")):
         if getattr(options, name) is None:
             raise WherryError(f"finetune: {what} is missing; try `wherry finetune MODEL --data DATA`")
+    options.model = without_page(options.model)
     if options.bits is not None and options.lora is None:
         raise WherryError(
             f"--bits {options.bits}: weights in few bits cannot be trained themselves; add --lora for adapters"

@@ -18,6 +18,7 @@ from typing import IO, TYPE_CHECKING, Any
 from wherry.config.problems import path_meant
 from wherry.errors import WherryError, one_line
 from wherry.finetune.formats import KNOWN, what
+from wherry.plan.network import why_not, words
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -152,7 +153,8 @@ def _from_hub(name: str, config: str | None, split: str | None, flag: str) -> So
         ) from None
     except Exception as error:
         hint = f"; name one as in {flag} {name}/CONFIG" if "onfig name is missing" in str(error) else ""
-        raise WherryError(f"finetune: {flag} {name}: {_words(error)}{hint}") from None
+        why = why_not(error, f"datasets/{name}") or _words(error)
+        raise WherryError(f"finetune: {flag} {name}: {why}{hint}") from None
     return _of_splits(name if split is None else f"{name}:{split}", dict(found), flag, rows)
 
 
@@ -362,4 +364,4 @@ def _bad_parquet(path: Path) -> tuple[str | None, dict[str, int]]:
 def _words(error: BaseException) -> str:
     """An error's own words on one line; those of what caused it, where it says only that something did."""
     cause = error.__cause__ if type(error).__name__.startswith("DatasetGeneration") and error.__cause__ else error
-    return one_line(" ".join(str(cause).split())) or type(cause).__name__
+    return words(cause)

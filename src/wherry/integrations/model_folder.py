@@ -36,7 +36,7 @@ def opened(path: Path, command: str) -> Iterator[Path]:
     from wherry.checkpoint.export import find
 
     if not path.exists():
-        hub = f"; one of a hub's models is made by `hf download {path} --local-dir FOLDER`"
+        hub = f"; a model of the hub is fetched by `hf download {path}`"
         raise WherryError(f"{command}: {path}: there is no such folder{path_meant(path) or hub}")
     for folder in (path, path / FINISHED):
         if (folder / "config.json").exists() and any(folder.glob("*.safetensors")):
@@ -66,12 +66,20 @@ def base_of(adapter: Path, command: str) -> Path:
         found = json.loads(read_regular(file, _LONGEST))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise WherryError(f"{command}: {file} does not say whose adapter it is: {error}") from None
-    if not isinstance(found, str) or not Path(found).exists():
+    folder = in_cache(found) if isinstance(found, str) else Path()
+    if not isinstance(found, str) or not folder.exists():
         raise WherryError(
             f"{command}: {adapter} is an adapter of {found}, which is not here; give that model's folder as MODEL, and "
             f"--adapter {adapter}"
         )
-    return Path(found)
+    return folder
+
+
+def in_cache(model: str) -> Path:
+    """The folder that MODEL names: of this machine, or of the hub's cache on it."""
+    from wherry.sources import WEIGHTS, folder_of
+
+    return folder_of(model, *WEIGHTS, fetch=False, command="")
 
 
 def with_adapter(model: Any, adapter: Path, command: str) -> Any:

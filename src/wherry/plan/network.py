@@ -1,4 +1,4 @@
-"""Plans of a model that a file describes: nothing that the file names is fetched, and of the hub only that file."""
+"""What comes from the Hugging Face hub, and a plan of what is here, of which nothing that a file names is fetched."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 from wherry.errors import WherryError, one_line
@@ -20,32 +21,42 @@ class OfflineError(FileNotFoundError):
     """Of what would have to be fetched. As a missing file, kernels have a substitute for it."""
 
 
-def config_on_hub(name: str, *, online: bool) -> str | None:
-    """The path of the config of a model on the hub, and of nothing else of it, in the hub's cache here.
+def files_on_hub(name: str, *patterns: str, fetch: bool, told: str) -> Path | None:
+    """The folder in the hub's cache here of a model's files of these names, and of no others.
 
-    It is fetched where it is not there yet, if `online`; else there is None.
+    What is not there yet is fetched, if `fetch`; else there is None where nothing is. An error begins as `told`.
     """
     try:
-        from huggingface_hub import hf_hub_download, try_to_load_from_cache
-        from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+        import huggingface_hub
     except ImportError:
-        if online:
-            raise WherryError("--online: a config is fetched by huggingface_hub: pip install huggingface_hub") from None
+        if fetch:
+            raise WherryError(f"{told} is fetched by huggingface_hub: pip install huggingface_hub") from None
         return None
     try:
-        if not online:
-            cached = try_to_load_from_cache(name, "config.json")
-            return cached if isinstance(cached, str) else None
-        return str(hf_hub_download(name, "config.json"))
-    except GatedRepoError:
-        why = f"its owner asks for consent: give it at https://huggingface.co/{name}, and run `hf auth login`"
-    except RepositoryNotFoundError:
-        why = "there is none of this name, or it is private: `hf auth login` tells the hub who asks"
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns), local_files_only=not fetch))
     except Exception as error:  # of the network, of the cache's disk, or of a name that the hub does not allow
-        if not online:
+        if not fetch:
             return None
-        why = one_line(" ".join(str(error).split()) or type(error).__name__)
-    raise WherryError(f"MODEL: the config of {name} cannot be fetched from the hub: {why}")
+        raise WherryError(f"{told} cannot be fetched from the hub: {why_not(error, name) or words(error)}") from None
+
+
+def why_not(error: BaseException, name: str) -> str | None:
+    """What to do where the hub does not give a thing; None of any other error."""
+    from huggingface_hub.errors import GatedRepoError, LocalEntryNotFoundError, RepositoryNotFoundError
+
+    chain = list(_chain(error))
+    if any(isinstance(each, GatedRepoError) for each in chain):
+        return f"its owner asks for consent: give it at https://huggingface.co/{name}, and run `hf auth login`"
+    if any(isinstance(each, RepositoryNotFoundError) for each in chain):
+        return "there is none of this name, or it is private: `hf auth login` tells the hub who asks"
+    if isinstance(error, LocalEntryNotFoundError):
+        return "it cannot be reached, and its cache on this machine does not have it"
+    return None
+
+
+def words(error: BaseException) -> str:
+    """An error's own, on one line."""
+    return one_line(" ".join(str(error).split())) or type(error).__name__
 
 
 @contextmanager
