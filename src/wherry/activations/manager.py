@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
-from types import MethodType
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import nn
 
 from wherry.activations.auto import Policy, SavedBytes, is_strange
 from wherry.activations.partition import CheckpointPartition
 from wherry.activations.recompute import Anew, ContextPair, inside, operations, recomputed, running, selective
 from wherry.activations.saving import Beneath, Saver
 from wherry.activations.stores import Store
+from wherry.nn.stand_in import StandIn
 from wherry.observe.log import get_logger
 from wherry.observe.spans import Spans
 from wherry.parallel.topology import Topology
@@ -29,37 +28,6 @@ T = TypeVar("T")
 
 # Forwards between two accounts of `profile`.
 TELL_EVERY = 10
-
-
-class UnitForward:
-    """Stands in for the forward of one module of a unit, as an attribute of the module."""
-
-    def __init__(self, owner: Activations, place: int, name: str, inner: Callable[..., Any]) -> None:
-        self.owner = owner
-        self.place = place
-        self.name = name
-        self.inner = inner
-        # So that whoever asks for the signature gets that of the model's own forward.
-        self.__wrapped__ = inner
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.owner.run(self, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the module has its own forward, and nothing around it."""
-        inner = self.inner
-        if isinstance(inner, MethodType) and id(inner.__self__) in memo:
-            return MethodType(inner.__func__, memo[id(inner.__self__)])
-        return inner
-
-    def __reduce__(self) -> Any:
-        """What is pickled with the module is its own forward."""
-        inner = self.inner
-        return (MethodType, (inner.__func__, inner.__self__)) if isinstance(inner, MethodType) else (_same, (inner,))
-
-
-def _same(value: T) -> T:
-    return value
 
 
 class Activations:
@@ -98,7 +66,7 @@ class Activations:
         self._spans = Spans(wall_clock=block.profile, synchronise=self._synchronise if block.profile else None)
         self._counts: SavedBytes | None = None
         self.policies = self._first_policies()
-        self._wrapped: list[nn.Module] = []
+        self._wrapped: list[StandIn] = []
         if any(policy is not Policy.KEEP for policy in self.policies):
             self._wrap()
 
@@ -118,25 +86,12 @@ class Activations:
 
     def _wrap(self) -> None:
         for place, unit in enumerate(self.units):
-            for module in unit.modules:
-                if "forward" in module.__dict__:
-                    inner = module.__dict__["forward"]
-                else:
-                    inner = MethodType(type(module).forward, module)
-                module.__dict__["forward"] = UnitForward(self, place, unit.name, inner)
-                self._wrapped.append(module)
+            self._wrapped += [StandIn(module, "forward", partial(self.run, place)) for module in unit.modules]
 
     def close(self) -> None:
         """The model's forwards are its own again, and nothing is held."""
-        for module in self._wrapped:
-            wrapper = module.__dict__.get("forward")
-            if not isinstance(wrapper, UnitForward):
-                continue
-            own = isinstance(wrapper.inner, MethodType) and wrapper.inner.__func__ is type(module).forward
-            if own:
-                del module.__dict__["forward"]
-            else:
-                module.__dict__["forward"] = wrapper.inner
+        for wrapper in self._wrapped:
+            wrapper.remove()
         self._wrapped.clear()
         self.units = []
         self._flats = []
@@ -164,18 +119,19 @@ class Activations:
         if self._counts is not None and self._recomputations and torch.is_grad_enabled():
             self._decide(self._counts)
 
-    def run(self, unit: UnitForward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def run(self, place: int, forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """A unit's forward, by its policy."""
         if not torch.is_grad_enabled() or inside.get():
-            return unit.inner(*args, **kwargs)
-        policy = self.policies[unit.place]
+            return forward(*args, **kwargs)
+        policy = self.policies[place]
         if policy is Policy.RECOMPUTE:
-            return self._recomputed(unit.name, self._counted(unit), args, kwargs, self.units[unit.place])
+            unit = self.units[place]
+            return self._recomputed(unit.name, self._counted(place, forward), args, kwargs, unit)
         if policy is Policy.OFFLOAD:
             assert self._saver is not None
             with self._saver.hooks():
-                return unit.inner(*args, **kwargs)
-        return unit.inner(*args, **kwargs)
+                return forward(*args, **kwargs)
+        return forward(*args, **kwargs)
 
     def checkpointed(self, name: str, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any]) -> T:
         """A checkpoint that the model's own code asks for."""
@@ -209,17 +165,17 @@ class Activations:
 
     # `auto`.
 
-    def _counted(self, unit: UnitForward) -> Callable[..., Any]:
+    def _counted(self, place: int, forward: Callable[..., Any]) -> Callable[..., Any]:
         """The unit's forward; the first time, what it saves is counted."""
         counts = self._counts
         if counts is None:
-            return unit.inner
+            return forward
 
         def counted(*args: Any, **kwargs: Any) -> Any:
             if backward_task() != NO_TASK:
-                return unit.inner(*args, **kwargs)
-            with counts.counting(unit.place, (*args, *kwargs.values())):
-                return unit.inner(*args, **kwargs)
+                return forward(*args, **kwargs)
+            with counts.counting(place, (*args, *kwargs.values())):
+                return forward(*args, **kwargs)
 
         return counted
 

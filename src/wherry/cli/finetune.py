@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
@@ -15,20 +14,13 @@ _NEEDED = ("transformers", "trl", "peft", "datasets", "yaml")
 
 
 def main(argv: list[str]) -> int:
-    from wherry.observe.stdout import kept_terminal
-
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing and not {"-h", "--help"} & set(argv):
         raise WherryError(f"finetune: it needs {', '.join(missing)}: pip install 'wherry[transformers]'")
+    from wherry.cli.train import begin
     from wherry.finetune.options import parse
 
-    options = parse(argv)
-    if "RANK" not in os.environ:
-        with kept_terminal():
-            return _start(options, argv)
-    from wherry.finetune import job
-
-    return job.main(argv)
+    return begin(parse(argv), argv, _start, "wherry.finetune.job")
 
 
 def _start(options: Options, argv: list[str]) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
+from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -15,16 +17,20 @@ _SECONDS_TO_FINISH_A_STEP = "120"
 
 
 def main(argv: list[str]) -> int:
-    from wherry.observe.stdout import kept_terminal
     from wherry.train.options import parse
 
-    options = parse(argv)
-    if "RANK" not in os.environ:
-        with kept_terminal():
-            return _start(options, argv)
-    from wherry.train import job
+    return begin(parse(argv), argv, _start, "wherry.train.job")
 
-    return job.main(argv)
+
+def begin(options: Options, argv: list[str], start: Callable[[Options, list[str]], int], job: str) -> int:
+    """Start ranks, or be the one that the environment describes."""
+    from wherry.observe.stdout import kept_terminal
+
+    if "RANK" in os.environ:
+        status: int = import_module(job).main(argv)
+        return status
+    with kept_terminal():
+        return start(options, argv)
 
 
 def _start(options: Options, argv: list[str]) -> int:

@@ -58,10 +58,16 @@ def inside(tensor: torch.Tensor) -> tuple[Any, str] | None:
     return max(((h, name) for _, h, name in parts(tensor)), key=lambda place: getattr(*place).nbytes, default=None)
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    """What this rank holds of a tensor, outside of autograd; of one that is made of others, the largest of them."""
+def part_of(tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of a tensor; of one that is made of others, the largest of them."""
     place = inside(tensor)
-    return tensor.detach() if place is None else getattr(*place)
+    return tensor if place is None else getattr(*place)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """The same, outside of autograd."""
+    found = part_of(tensor)
+    return found.detach() if found is tensor else found
 
 
 def slice_of(name: str, parameter: nn.Parameter, tensor: Comm) -> LogicalSlice | None:

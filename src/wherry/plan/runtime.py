@@ -19,7 +19,7 @@ from wherry.config import Config
 from wherry.errors import WherryError
 from wherry.observe.memory import device_memory
 from wherry.parallel.comm import Comm
-from wherry.parallel.partition import is_dtensor, local
+from wherry.parallel.partition import is_dtensor, part_of
 from wherry.plan.choose import ACCUMULATION, MICRO, OPTIMIZER, PARAM, RATIO, STAGE, TRAIN, Choice, choose
 from wherry.plan.estimate import Estimate, answer_of_count
 from wherry.plan.forecaster import Forecaster
@@ -112,7 +112,7 @@ def _by_states(
     model: nn.Module, config: Config, ranks: int, grid: Grid, wanted: frozenset[str], machine: Machine
 ) -> Choice:
     """What is chosen where nothing is known but the weights: by the formulas of the placement table."""
-    mine = sum((local(p) if is_dtensor(p) else p).numel() for p in model.parameters())
+    mine = sum((part_of(p) if is_dtensor(p) else p).numel() for p in model.parameters())
 
     def answer(candidate: Config) -> Estimate:
         return answer_of_count(mine * grid.size, candidate, machine, ranks, grid, name=type(model).__name__)

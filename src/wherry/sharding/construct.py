@@ -13,7 +13,7 @@ from wherry.errors import WherryError
 from wherry.fake import faking
 from wherry.observe.log import warn
 from wherry.parallel.comm import Comm
-from wherry.parallel.partition import check_replicated, inside, is_dtensor, local, retype, slice_of
+from wherry.parallel.partition import check_replicated, inside, is_dtensor, part_of, retype, slice_of
 from wherry.parallel.topology import Topology
 from wherry.sharding.grouping import LARGE_LAYER, UnitPlan
 from wherry.sharding.layout import FlatLayout, lay_out
@@ -174,7 +174,7 @@ class Builder:
         parts = {n: part for n, p in members if (part := slice_of(n, p, self.tensor)) is not None}
         cut = self.placement.parameters.partitioned or (trainable and self.placement.optimizer.partitioned)
         ranks = self.shards.size if cut else 1
-        described = [(n, local(p).shape, self.group_of.get(p, ungrouped)) for n, p in members]
+        described = [(n, part_of(p).shape, self.group_of.get(p, ungrouped)) for n, p in members]
         whole = self.whole if trainable else ()
         for part_name, _, group in described:
             if part_name in parts and group in whole:

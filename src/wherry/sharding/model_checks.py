@@ -13,7 +13,7 @@ from wherry.errors import ConfigError, WherryError
 from wherry.observe.log import logger, warn
 from wherry.observe.memory import format_bytes
 from wherry.parallel.comm import Comm
-from wherry.parallel.partition import local
+from wherry.parallel.partition import part_of
 from wherry.sharding.meta import source_of
 from wherry.sharding.watched_params import HANDLE
 
@@ -132,7 +132,7 @@ def described(model: nn.Module) -> Iterator[tuple[str, str]]:
 
 
 def _kind(tensor: torch.Tensor) -> str:
-    return "lazy" if is_lazy(tensor) else f"{tuple(local(tensor).shape)} {tensor.dtype}"
+    return "lazy" if is_lazy(tensor) else f"{tuple(part_of(tensor).shape)} {tensor.dtype}"
 
 
 def _warn_of_max_norm(model: nn.Module) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from wherry.errors import WherryError
-from wherry.parallel.partition import inside, is_dtensor, local, parts
+from wherry.parallel.partition import inside, is_dtensor, part_of, parts
 from wherry.sharding.meta import GIVEN
 from wherry.sharding.safetensors_folder import TensorSource
 
@@ -60,7 +60,7 @@ def flat_kind(parameter: torch.Tensor, working: torch.dtype | None) -> tuple[tor
         return storage, math.ceil(parameter.numel() / 2 / storage.itemsize)
     if _awaits_8_bits(parameter):
         return torch.int8, parameter.numel()
-    own = local(parameter)
+    own = part_of(parameter)
     return (own.dtype if has_codes(parameter) or working is None else working), own.numel()
 
 
@@ -69,7 +69,7 @@ def has_codes(parameter: torch.Tensor) -> bool:
     if parameter.requires_grad:
         return False
     coded = getattr(parameter, "quant_state", None) is not None or _is_made_of_others(parameter)
-    return coded or not is_wide(local(parameter).dtype)
+    return coded or not is_wide(part_of(parameter).dtype)
 
 
 def _is_made_of_others(tensor: torch.Tensor) -> bool:
