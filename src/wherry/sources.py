@@ -55,13 +55,9 @@ def located(model: Any, *, online: bool = False) -> Any:
     return str(file) if file.exists() else name
 
 
-WEIGHTS = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
-"""The files of a model: no code, and no weights but safetensors."""
-
-
 def without_page(model: str) -> str:
-    """The name on the hub of a model whose page is given; any other as it is."""
-    return model.removeprefix(_PAGE).rstrip("/") if model.startswith(_PAGE) else model
+    """The name on the hub of a model, a page of which is given; any other as it is."""
+    return "/".join(model.removeprefix(_PAGE).split("/")[:2]) if model.startswith(_PAGE) else model
 
 
 def folder_of(model: str, *patterns: str, fetch: bool, command: str) -> Path:

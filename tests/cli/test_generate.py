@@ -222,7 +222,7 @@ def test_the_place(
 def test_what_is_no_model_is_told(
     run: Path, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def told(folder: Path, *flags: str) -> str:
+    def told(folder: Path | str, *flags: str) -> str:
         assert main(["generate", str(folder), *(flags or ["hi"])]) == 2
         said = capsys.readouterr()
         assert not said.out and "Traceback" not in said.err
@@ -236,6 +236,10 @@ def test_what_is_no_model_is_told(
             (folder / "config.json").write_text(json.dumps(values | config))
         return folder
 
+    page = "https://huggingface.co/me/tiny/tree/main"
+    assert "me/tiny: there is no such folder; a model of the hub is fetched by `hf download me/tiny`" in told(page)
+    no_adapter = told(exported, "hi", "--adapter", str(tmp_path))
+    assert f"--adapter {tmp_path}: there is no adapter_config.json in it" in no_adapter
     assert "there is no such folder; a model of the hub is fetched by `hf download" in told(tmp_path / "none")
     meant = f'{run}x: there is no such folder, did you mean "{run}"?'
     assert meant in told(run.with_name(f"{run.name}x"))

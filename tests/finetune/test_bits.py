@@ -180,7 +180,7 @@ def test_a_run_over_4_bits_says_so_and_goes_on_to_the_same_bits(
         shutil.rmtree(run / name)
     assert main(["--resume", str(run)]) == 0
     again = load_file(run / "model" / "adapter_model.safetensors")
-    with pytest.raises(WherryError, match="--bits 8: the run that goes on holds its weights in 4 bits"):
+    with pytest.raises(WherryError, match="--bits 8: the run that goes on has 4, by its checkpoint"):
         main(["--resume", str(run), "--bits=8", "--steps=8"])
     assert parse([str(run / "finetune.yaml"), "--full"]).bits is None
     assert ended.keys() == again.keys() and all(torch.equal(ended[name], again[name]) for name in ended)

@@ -97,6 +97,17 @@ def test_mistakes_are_told(folder: Path, tmp_path: Path) -> None:
         model, rows, *RUN, "--set=sft.neftune_noise=3"
     )
     assert "give --lr" in refused(model, rows, *RUN, "--set=sft.learning_rate=3")
+    assert "give --lr-warmup-iters" in refused(model, rows, *RUN, "--set=sft.warmup_steps=3")
+    assert "the method is sft, which has nothing of DPOConfig" in refused(model, rows, *RUN, "--set=dpo.beta=0.3")
+    assert "--set lora.r: all weights are trained; add --lora" in refused(model, rows, *RUN, "--set=lora.r=3")
+    assert "--packing: dpo compares rows" in refused(model, rows, *RUN, "--method=dpo", "--packing")
+    assert "--lora: Target modules" in refused(model, rows, *RUN, "--lora=target=nothing")
+    file.write_text("model: x\ndata: [a, b]\n")
+    assert "data: expected one value, got a list" in refused(str(file))
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": model}))
+    assert f"{tmp_path} has an adapter, and the whole model is asked for, which is {model}" in refused(
+        str(tmp_path), rows
+    )
     assert "--seq-length 500: the model has 128 positions" in refused(model, rows, "--seq-length=500")
     assert "--resume auto" in refused(model, rows, "--resume=auto")
     assert "which goes with sft" in refused(model, rows, "--method=dpo")
@@ -156,12 +167,43 @@ def test_all_weights(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[
     assert "a step" not in capfd.readouterr().out
 
 
+def test_a_model_that_could_not_be_written_is_where_the_run_goes_on(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """After its last step, with no step more. Published models say how to draw, and not that it is to be drawn."""
+    base, run = tmp_path / "base", tmp_path / "run"
+    shutil.copytree(folder / "plain", base)
+    (base / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6, "eos_token_id": 0}')
+    words = [str(base), f"--data={folder / 'rows.jsonl'}", *RUN, "--steps=1", "--eval-split=0"]
+
+    def full(*_: Any) -> None:
+        raise WherryError("the disk is full")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("wherry.finetune.model.write", full)
+        assert refused(*words, f"--run-dir={run}") == "the disk is full"
+    assert json.loads((run / "summary.json").read_text())["ending"] == "failed" and not (run / "model").exists()
+    told = capfd.readouterr().out
+    assert "Stopped by an error." in told and f"wherry finetune --resume {run}" in told
+    assert "--lr 3.0: the run that goes on has 0.01, by its checkpoint" in refused(f"--resume={run}", "--lr=3")
+    assert main([f"--resume={run}", "--eval-interval=3"]) == 0
+    assert json.loads((run / "summary.json").read_text())["steps"] == 1
+    assert "--eval-interval: there are no rows to evaluate on" in capfd.readouterr().out
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["checkpoint-1"]
+    assert main([*words, f"--run-dir={tmp_path / 'other'}"]) == 0
+    of_run, of_other, before = (
+        (each / "model.safetensors").read_bytes() for each in (run / "model", tmp_path / "other" / "model", base)
+    )
+    assert of_run == of_other != before  # one step learns, too
+    assert json.loads((run / "model" / "generation_config.json").read_text())["do_sample"] is True
+
+
 def test_an_adapter_of_chats_answers(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from wherry.cli.generate import main as generate
 
     run = tmp_path / "run"
     words = [str(folder / "chat"), f"--data={folder / 'chat.jsonl'}", f"--run-dir={run}", *RUN]
-    words += ["--steps=16", "--lr=0.05", "--samples=1"]
+    words += ["--steps=16", "--lr=0.05", "--lr-warmup-iters=1", "--samples=1"]
     assert main([*words, "--lora=r=4", "--stage=3", "--offload-param=cpu"]) == 0
     assert sorted(path.name for path in (run / "model").glob("adapter*")) == [
         "adapter_config.json",

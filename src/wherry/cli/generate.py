@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from wherry.config.problems import Parser
 from wherry.errors import WherryError
-from wherry.integrations.model_folder import EXPECTED, adapter_in, base_of, in_cache, opened, read_model, stored
+from wherry.integrations.model_folder import EXPECTED, adapter_in, base_of, folder_on, opened, read_model, stored
 
 if TYPE_CHECKING:
     import torch
@@ -34,7 +34,7 @@ def build_parser() -> argparse.ArgumentParser:
         "cache on this machine.",
     )
     flag = parser.add_argument
-    flag("model", metavar="MODEL", type=Path, help=EXPECTED)
+    flag("model", metavar="MODEL", help=EXPECTED)
     flag("prompt", metavar="PROMPT", nargs="?", help="what to go on from")
     flag(
         "--max-new-tokens",
@@ -88,10 +88,11 @@ def main(argv: list[str]) -> int:
         arguments.prompt = os.fsencode(arguments.prompt).decode(errors="replace")
     if find_spec("transformers") is None:
         raise WherryError("generate: it needs transformers: pip install 'wherry[transformers]'")
-    if arguments.adapter is None and (adapter := adapter_in(arguments.model)) is not None:
+    model = folder_on(arguments.model, "generate", fetch=False)
+    if arguments.adapter is None and (adapter := adapter_in(model)) is not None:
         arguments.adapter = str(adapter)
-        arguments.model = base_of(adapter, "generate")
-    with opened(in_cache(str(arguments.model)), "generate") as folder:
+        model = base_of(adapter, "generate")
+    with opened(model, "generate") as folder:
         arguments.model = folder
         place = _place(arguments)
         print(f"wherry: {place.why}", file=sys.stderr, flush=True)

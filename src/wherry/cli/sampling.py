@@ -16,7 +16,7 @@ import transformers
 import wherry
 from wherry.cli.generate import build_parser, weights_in
 from wherry.errors import WherryError, printable
-from wherry.integrations.model_folder import read_model, read_tokenizer, with_adapter
+from wherry.integrations.model_folder import read_model, read_tokenizer, tokenizer_of, with_adapter
 from wherry.observe.log import show_unless_shown
 from wherry.observe.memory import free_on_gpu
 from wherry.regular import read_regular
@@ -52,8 +52,8 @@ class Writer:
     """A model and its tokenizer, which go on from prompts."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        folder: Path = arguments.model
-        self.tokenizer = read_tokenizer(folder, "generate")
+        folder = Path(arguments.model)
+        self.tokenizer = read_tokenizer(tokenizer_of(folder, arguments.adapter), "generate")
         model = _model(folder, weights_in(folder, arguments.dtype)[1], arguments)
         self.chats = bool(self.tokenizer.chat_template) and not arguments.raw
         self.engine = _placed(model, arguments)
@@ -63,7 +63,7 @@ class Writer:
         text = model.config.get_text_config()
         self.most = arguments.max_new_tokens
         self.positions: int | None = getattr(text, "max_position_embeddings", None)
-        self.ends = _ends(folder, model)
+        self.ends = sorted({*_ends(folder, model), self.tokenizer.eos_token_id} - {None})
         self.settings = transformers.GenerationConfig(
             do_sample=arguments.temperature > 0,
             **({"temperature": arguments.temperature} if arguments.temperature > 0 else {}),

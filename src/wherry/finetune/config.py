@@ -12,6 +12,7 @@ from typing import Any
 from wherry.config import Config, load, parse_overrides
 from wherry.config.problems import did_you_mean
 from wherry.errors import WherryError
+from wherry.finetune.model import lora_config
 from wherry.finetune.options import FLAGS
 from wherry.observe.log import say
 from wherry.train.config import name_the_disk, put
@@ -38,7 +39,25 @@ _ELSEWHERE = {
     "learning_rate": "give --lr",
     "weight_decay": "give --weight-decay",
     "seed": "give --seed",
+    "warmup_steps": "give --lr-warmup-iters",
+    "warmup_ratio": "give --lr-warmup-iters",
+    "logging_steps": "give --log-interval",
+    "eval_steps": "give --eval-interval",
+    "save_steps": "give --save-interval",
+    "save_total_limit": "give --keep-last",
+    "packing": "give --packing",
+    "resume_from_checkpoint": "give --resume",
+    "gradient_checkpointing": "the plan chooses; or give --set activation_checkpointing.policy=recompute",
+    "activation_checkpointing": "the plan chooses; or give --set activation_checkpointing.policy=recompute",
+    "optim": "give --optimizer",
+    **dict.fromkeys(
+        ("adam_beta1", "adam_beta2", "adam_epsilon", "optim_args"),
+        "give it to the optimizer, as in --set optimizer.params.betas=[0.9,0.95]",
+    ),
+    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config", "parallelism_config"), "the engine is in their place"),
 }
+# Those of SFTConfig that are of the tokenizer, for every method.
+_OF_TOKENIZER = {"eos_token", "chat_template_path", "truncation_mode"}
 _SIZES = ("train_batch_size", "gradient_accumulation_steps")
 
 
@@ -114,6 +133,35 @@ def _readers(config: Mapping[str, Any], method: str, ranks: int) -> int:
     return max(1, ranks // together)
 
 
+def check_arguments(options: Options, method: str | None) -> None:
+    """Raise what is said of adapters and to TRL that has no place, or is said otherwise; `method`, once it is known."""
+    _, theirs = split(options)
+    if options.lora is not None:
+        lora_config(options.lora, theirs["lora"])
+    elif theirs["lora"]:
+        raise WherryError(f"--set lora.{next(iter(theirs['lora']))}: all weights are trained; add --lora for adapters")
+    if method == "dpo" and options.packing:
+        raise WherryError("--packing: dpo compares rows, of which each has a sequence; leave it out")
+    for whose in ("sft", "dpo"):
+        if given := theirs[whose]:
+            _check_names(given, whose, method)
+
+
+def _check_names(given: Mapping[str, Any], whose: str, method: str | None) -> None:
+    import trl
+
+    cls = trl.DPOConfig if whose == "dpo" else trl.SFTConfig
+    known = {field.name for field in dataclasses.fields(cls) if field.init}
+    for name in given:
+        if name in _ELSEWHERE:
+            raise WherryError(f"--set {whose}.{name}: this is said otherwise here; {_ELSEWHERE[name]}")
+        if name not in known:
+            meant = did_you_mean(name, known)
+            raise WherryError(f"--set {whose}.{name}: TRL's {cls.__name__} has no such argument{meant}")
+        if method is not None and (method == "dpo") is not (whose == "dpo") and name not in _OF_TOKENIZER:
+            raise WherryError(f"--set {whose}.{name}: the method is {method}, which has nothing of {cls.__name__}")
+
+
 def trainer_arguments(
     options: Options, method: str, config: Config, sequence: int, run_dir: Path,
     *, cpu: bool, ranks: int, evaluates: bool,
@@ -160,12 +208,6 @@ def trainer_arguments(
             say("packing: a row may begin and end within documents, as ranks that share it know no borders in it")
     _, theirs = split(options)
     given = theirs["dpo" if method == "dpo" else "sft"]
-    for name in given:
-        if name not in known:
-            meant = did_you_mean(name, known)
-            raise WherryError(f"--set {method}.{name}: TRL's {cls.__name__} has no such argument{meant}")
-        if name in _ELSEWHERE:
-            raise WherryError(f"--set {method}.{name}: this is said otherwise here; {_ELSEWHERE[name]}")
     # Releases differ in what they have.
     values = {name: value for name, value in values.items() if name in known}
     try:
@@ -179,6 +221,6 @@ def set_length(args: Any, options: Options, rows: int, ranks: int) -> None:
     of_step = args.per_device_train_batch_size * args.gradient_accumulation_steps * ranks
     steps = options.steps or max(1, math.ceil((options.epochs or 1.0) * math.ceil(rows / of_step)))
     args.max_steps = steps
-    args.warmup_steps = math.ceil(0.03 * steps) if options.warmup is None else options.warmup
+    args.warmup_steps = int(0.03 * steps) if options.warmup is None else options.warmup
     args.eval_steps = options.eval_interval or math.ceil(steps / EVALUATIONS)
     args.save_steps = options.save_interval or steps

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 from wherry.checkpoint.export import IN_RUN
 from wherry.errors import NonFiniteError, WherryError
 from wherry.finetune.options import FILE, Options, as_file, parse
-from wherry.integrations.model_folder import FINISHED, opened
+from wherry.integrations.model_folder import FINISHED, folder_on, opened
 from wherry.observe.log import logger
 
 if TYPE_CHECKING:
@@ -38,9 +37,7 @@ def main(argv: list[str]) -> int:
 
 def where(model: str) -> Path:
     """The folder that MODEL names, of this machine or fetched from the hub."""
-    from wherry.sources import WEIGHTS, folder_of
-
-    return folder_of(model, *WEIGHTS, fetch=True, command="finetune: there is no such folder here, and")
+    return folder_on(model, "finetune", fetch=True)
 
 
 def check(options: Options) -> bool:
@@ -48,10 +45,11 @@ def check(options: Options) -> bool:
 
     Returns whether there is something to train.
     """
-    from wherry.finetune.config import build_config
+    from wherry.finetune.config import build_config, check_arguments
     from wherry.train.job import given_config
     from wherry.train.report import make_folder, refuse_used
 
+    check_arguments(options, options.method)
     build_config(options, options.method or "sft", given_config(options), bf16=False, ranks=options.nproc or 1)
     if options.run_dir is not None:
         folder = Path(options.run_dir)
@@ -133,7 +131,6 @@ class FineTuning:
 
         transformers.logging.set_verbosity_error()  # what is to be told is told here
         warnings.filterwarnings("ignore", category=FutureWarning, module="transformers|trl|peft")
-        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # of every product that it casts
         transformers.logging.disable_progress_bar()
         datasets.disable_progress_bars()
         self.options, self.folder = options, folder
@@ -148,6 +145,7 @@ class FineTuning:
         self.bf16 = bool(self.device.type != "cpu" and has_bf16 and has_bf16())
 
     def run(self) -> int:
+        from wherry.finetune.config import check_arguments
         from wherry.finetune.model import load
         from wherry.integrations.model_folder import read_tokenizer
 
@@ -159,6 +157,7 @@ class FineTuning:
         self.sequence = self._sequence()
         self.examples = self._examples()
         self.method = self.examples.method
+        check_arguments(options, self.method)
         self._tell_data()
         self.place = self._first(self._place if start is None else self._place_before)
         self.config = self.place.config
@@ -260,7 +259,10 @@ class FineTuning:
             return
         screen, examples = Screen(highlight=False), self.examples
         screen.print(f"{examples.source}; {examples.format}", markup=False)
-        for note in examples.notes:
+        notes = [*self.options.notes, *examples.notes]
+        if self.options.eval_interval and examples.evaluation is None:
+            notes.append("--eval-interval: there are no rows to evaluate on")
+        for note in notes:
             screen.print(f"note: {note}", markup=False, style="dim")
         for what, ids, labels in examples.shown:
             screen.print(f"an example{f', {what}' * bool(what)}:", markup=False)
@@ -275,9 +277,15 @@ class FineTuning:
         from wherry.integrations.bits import to_bits
 
         config, dtype = self._lora(lora), self._config().working_dtype() or torch.float32
-        return lambda model: peft.get_peft_model(
-            model if bits is None else to_bits(model, bits, dtype, "finetune"), config
-        )
+
+        def adapted(model: Any) -> Any:
+            model = model if bits is None else to_bits(model, bits, dtype, "finetune")
+            try:
+                return peft.get_peft_model(model, config)
+            except ValueError as error:  # as of layers that the model does not have
+                raise WherryError(f"--lora: {' '.join(str(error).split())}") from error
+
+        return adapted
 
     def _lora(self, lora: str | None) -> Any:
         from wherry.finetune.config import split
@@ -397,9 +405,15 @@ class FineTuning:
         outcome = following.outcome
         with stop:
             try:
-                trainer.train(resume_from_checkpoint=None if start is None else str(start))
+                if start is None or not trainer.is_trained(start):
+                    trainer.train(resume_from_checkpoint=None if start is None else str(start))
+                else:  # killed before its model was written
+                    following.on_train_begin(trainer.args, trainer.state, trainer.control)
+                    following.on_train_end(trainer.args, trainer.state, trainer.control)
                 if outcome.ending is Ending.FINISHED:
+                    outcome.ending = Ending.FAILED  # until there is what it was for
                     self._finish(trainer, following)
+                    outcome.ending = Ending.FINISHED
             except NonFiniteError as error:  # on every rank
                 outcome.ending = Ending.DIVERGED
                 if self.chief:

@@ -71,10 +71,20 @@ def load(folder: Path, dtype: torch.dtype, name: str, bits: int | None = None) -
     model.config.use_cache = False
     if (folder / "generation_config.json").exists():
         try:
-            model.generation_config = transformers.GenerationConfig.from_pretrained(folder)
+            model.generation_config = _valid(transformers.GenerationConfig.from_pretrained(folder))
         except Exception as error:
             raise WherryError(f"finetune: {folder / 'generation_config.json'} cannot be read: {error}") from error
     return model
+
+
+def _valid(config: Any) -> Any:
+    """As it can be saved again: published ones say how to draw, and not that it is to be drawn."""
+    try:
+        config.validate(strict=True)
+    except ValueError:
+        config.do_sample = True
+        config.validate(strict=True)
+    return config
 
 
 # At the end.

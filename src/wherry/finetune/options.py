@@ -104,6 +104,11 @@ FLAGS: dict[str, tuple[Flag, ...]] = {
 }  # fmt: skip
 
 
+_IN_CHECKPOINT = ("bits", "lr", "weight_decay")
+_TRAINING = {each.settings["dest"]: each for name in ("model", "data", "training") for each in FLAGS[name][::-1]}
+_NO_TRAINING = ("settings", "config", "nvme_path", "host_memory")
+
+
 def build_parser(prog: str = "wherry finetune") -> argparse.ArgumentParser:
     parser = Parser(
         prog=prog,
@@ -132,7 +137,7 @@ def parse(argv: list[str]) -> Options:
     words = [dashed(word) for word in argv]
     given = build_parser().parse_args(words)
     file = _file_of(given)
-    options = given
+    options, notes = given, list[str]()
     if file is not None:
         values = read_file(file)
         named = words_of(values, file)
@@ -142,9 +147,6 @@ def parse(argv: list[str]) -> Options:
                 named = [word for word in named if not word.startswith(tuple(f"--{each}" for each in rivals))]
         if given.full:  # and what goes with adapters
             named = [word for word in named if not word.startswith(("--bits", "--set=lora."))]
-        if given.resume is not None and given.bits not in (None, in_file.bits):
-            was = "as they are" if in_file.bits is None else f"in {in_file.bits} bits"
-            raise WherryError(f"--bits {given.bits}: the run that goes on holds its weights {was}; leave --bits out")
         options = build_parser().parse_args([*named, *words])
         options.run_dir = given.run_dir
         options.model = in_file.model = values.get("model") if given.model in (None, str(file)) else given.model
@@ -152,6 +154,9 @@ def parse(argv: list[str]) -> Options:
         over = set(keys_of(given, FLAGS))
         kept = [each for each in in_file.settings if each.partition("=")[0] not in over]
         options.settings = [*kept, *given.settings]
+        if given.resume is not None:
+            notes = _unlike(given, in_file)
+    options.notes = notes
     if options.max_restarts and options.resume is None:
         options.resume = "auto"
     if options.resume == "auto" and options.run_dir is None:
@@ -171,6 +176,20 @@ def parse(argv: list[str]) -> Options:
     if options.epochs is not None and not options.epochs > 0:
         raise WherryError(f"--epochs: expected more than 0, got {options.epochs:g}")
     return options
+
+
+def _unlike(given: Options, before: Options) -> list[str]:
+    """What a run goes on with that it has not begun with; an error of what its checkpoint says."""
+    notes = []
+    for name, each in _TRAINING.items():
+        value, was = getattr(given, name), getattr(before, name)
+        if value in (None, False, was) or name in _NO_TRAINING:
+            continue
+        told, had = f"{each.names[0]} {value}", "its default" if was is None else str(was)
+        if name in _IN_CHECKPOINT:
+            raise WherryError(f"{told}: the run that goes on has {had}, by its checkpoint; leave it out")
+        notes.append(f"the run goes on with {told}, and has begun with {had}")
+    return notes
 
 
 def _file_of(given: Options) -> Path | None:
@@ -217,6 +236,8 @@ def words_of(values: Mapping[str, Any], file: Path) -> list[str]:
             if not isinstance(value, dict):
                 raise WherryError(f"finetune: {file}: set: expected keys and values, like `bf16.enabled: true`")
             words += [f"--set={key}={json.dumps(each)}" for key, each in flat(value)]
+        elif isinstance(value, list):
+            raise WherryError(f"finetune: {file}: {name}: expected one value, got a list")
         elif value is True:
             words.append(f"--{name}")
         elif isinstance(value, dict):

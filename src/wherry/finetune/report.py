@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import wherry
+from wherry.checkpoint.export import IN_RUN
 from wherry.finetune.options import FILE
 from wherry.integrations.bits import in_bits
 from wherry.integrations.model_folder import FINISHED
@@ -68,7 +69,7 @@ def then_of(job: FineTuning, outcome: Outcome) -> Facts:
             ("ask it", _ask(job, str(job.run_dir / FINISHED))),
             ("do it again, or otherwise", f"wherry finetune {shlex.quote(str(job.run_dir / FILE))} --run-dir OTHER"),
         ]
-    if outcome.ending is Ending.INTERRUPTED and not job.options.no_save:
+    if any((job.run_dir / IN_RUN).glob("checkpoint-*")):
         return [("go on", f"wherry finetune --resume {folder}")]
     return []
 

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
+
+from transformers import TrainerState
+from transformers.trainer import TRAINER_STATE_NAME
 
 from wherry.integrations.transformers import WherryMixin
 
@@ -20,6 +24,16 @@ class _OnEngine(WherryMixin):
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         if not _internal_call:
             super().save_model(output_dir, _internal_call)
+
+    def is_trained(self, start: str) -> bool:
+        """Whether a checkpoint is of the last step; then its state is this trainer's."""
+        state = TrainerState.load_from_json(os.path.join(start, TRAINER_STATE_NAME))
+        if state.global_step < self.args.max_steps:
+            return False
+        self.state = state
+        self._start_to_train()
+        self._load(start)
+        return True
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
         """The run's own is written with the finished model."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping
 from copy import copy
@@ -130,6 +131,7 @@ def _replaced(model: Any, told: Mapping[str, Any], dtype: torch.dtype, command: 
         config = BitsAndBytesConfig.from_dict({**told, "bnb_4bit_compute_dtype": dtype})
     except (AttributeError, TypeError, ValueError) as error:
         raise WherryError(f"{command}: quantization_config of the model's config.json: {error}") from error
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells of every product that it casts
     quantiser = AutoHfQuantizer.from_config(config, pre_quantized=has_codes)
     model.config = copy(model.config)  # others may be made of it
     quantiser.preprocess_model(model=model, dtype=dtype, device_map=None)

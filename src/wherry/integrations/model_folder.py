@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     import torch
 
 EXPECTED = "a run's folder, checkpoints, or a folder with config.json, safetensors files and a tokenizer"
+# Of a model on the hub: no code, and no weights but safetensors.
+_FILES = ("*.safetensors", "*.json", "*.model", "*.txt", "*.jinja")
 _ADAPTER = "adapter_config.json"
 _LONGEST = 1 << 20
 FINISHED = "model"
@@ -43,6 +45,9 @@ def opened(path: Path, command: str) -> Iterator[Path]:
             _refuse_incomplete(folder, command, "")
             yield folder
             return
+    if (adapter := adapter_in(path)) is not None:
+        base = base_of(adapter, command)
+        raise WherryError(f"{command}: {path} has an adapter, and the whole model is asked for, which is {base}")
     try:
         checkpoint = find(path)
     except CheckpointError as error:
@@ -66,7 +71,7 @@ def base_of(adapter: Path, command: str) -> Path:
         found = json.loads(read_regular(file, _LONGEST))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise WherryError(f"{command}: {file} does not say whose adapter it is: {error}") from None
-    folder = in_cache(found) if isinstance(found, str) else Path()
+    folder = folder_on(found, command, fetch=False) if isinstance(found, str) else Path()
     if not isinstance(found, str) or not folder.exists():
         raise WherryError(
             f"{command}: {adapter} is an adapter of {found}, which is not here; give that model's folder as MODEL, and "
@@ -75,11 +80,17 @@ def base_of(adapter: Path, command: str) -> Path:
     return folder
 
 
-def in_cache(model: str) -> Path:
-    """The folder that MODEL names: of this machine, or of the hub's cache on it."""
-    from wherry.sources import WEIGHTS, folder_of
+def folder_on(model: str, command: str, *, fetch: bool) -> Path:
+    """The folder that MODEL names: of this machine, or of the hub's cache on it, to where it may be fetched."""
+    from wherry.sources import folder_of, without_page
 
-    return folder_of(model, *WEIGHTS, fetch=False, command="")
+    model = without_page(model)
+    folder = folder_of(model, *_FILES, fetch=fetch, command=f"{command}: there is no such folder here, and")
+    if folder == Path(model) or any(folder.glob("*.safetensors")):
+        return folder
+    if fetch:
+        raise WherryError(f"{command}: {model} has no safetensors files on the hub, or in its cache on this machine")
+    return Path(model)
 
 
 def with_adapter(model: Any, adapter: Path, command: str) -> Any:
@@ -88,9 +99,12 @@ def with_adapter(model: Any, adapter: Path, command: str) -> Any:
 
     from wherry.sharding.meta import StayingInMemory
 
+    folder = adapter_in(adapter)
+    if folder is None:
+        raise WherryError(f"{command}: --adapter {adapter}: there is no {_ADAPTER} in it")
     try:
         with StayingInMemory(), warnings.catch_warnings(action="ignore", category=FutureWarning):
-            return peft.PeftModel.from_pretrained(model, str(adapter), local_files_only=True)
+            return peft.PeftModel.from_pretrained(model, str(folder), local_files_only=True)
     except WherryError:
         raise
     except Exception as error:  # PEFT has as many errors as kinds of adapters
@@ -133,6 +147,12 @@ def stored(folder: Path) -> tuple[int, int, torch.dtype]:
     wide = [source for source in sources if is_wide(source.dtype)]
     count, every = (sum(math.prod(source.shape) for source in found) for found in (wide, sources))
     return count, every - count, max(wide or sources, key=lambda source: math.prod(source.shape)).dtype
+
+
+def tokenizer_of(folder: Path, adapter: str | None) -> Path:
+    """The folder of a model's tokenizer: its adapter's, if that has one, as chats may be written otherwise there."""
+    own = adapter_in(Path(adapter)) if adapter is not None else None
+    return own if own is not None and any((own / name).exists() for name in _TOKENIZERS) else folder
 
 
 def read_tokenizer(folder: Path, command: str) -> Any:
