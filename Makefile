@@ -41,7 +41,7 @@ finetune: $(INSTALLED)
 	$(BIN)/wherry finetune "$$model" --data build/docstrings.jsonl --lr 1e-3 --epochs 2 $(ARGS)
 
 test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # On a device that is not there: its memory apart from the host's, its copies and kernels late.
 accelerator-test: $(INSTALLED)

@@ -14,8 +14,10 @@ import wherry
 from wherry.parallel.comm import Comm
 from wherry.testing import run_ranks
 
+MORE = [pytest.param(number, marks=pytest.mark.slow) for number in range(12, 40)]
 
-@pytest.mark.parametrize("number", [*range(40), 5004])
+
+@pytest.mark.parametrize("number", [*range(12), 5004, *MORE])
 def test_experts_and_branches_at_random(number: int) -> None:
     check(number)
 

@@ -75,7 +75,7 @@ def test_rows_that_ranks_share_have_the_losses_of_trl(
     folder: Path, without: dict[str, list[list[float]]], ranks: int, together: int
 ) -> None:
     """But for experts, whose own loss would be of each part."""
-    trainings = [f"{model} {how} sft" for model in MODELS[:3] for how in ("full", "lora")]
+    trainings = [f"{model} {how} sft" for model in MODELS[:3] for how in ("full", "lora")][:: ranks // 2]
     cases = [f"{training} {' '.join(placed(number + ranks))} {together}" for number, training in enumerate(trainings)]
     check(run(folder, cases, ranks, f"shared-{ranks}"), without, 1)
 
@@ -84,7 +84,7 @@ def test_rows_that_ranks_share_have_the_losses_of_trl(
 def test_micro_batches_that_run_together_have_the_losses_of_trl(
     folder: Path, without: dict[str, list[list[float]]], ranks: int
 ) -> None:
-    trainings = [f"{model} {how} {method}" for model, how, method in TRAININGS[:8]]
+    trainings = [f"{model} {how} {method}" for model, how, method in TRAININGS[4 * ranks - 4 : 4 * ranks]]
     cases = [f"{training} {' '.join(placed(number + ranks))} 1 2" for number, training in enumerate(trainings)]
     # Ranks and two micro-batches: on one rank experts would have two losses.
     check(run(folder, cases, ranks, f"together-{ranks}"), without, 1)
@@ -93,7 +93,7 @@ def test_micro_batches_that_run_together_have_the_losses_of_trl(
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_rows_that_are_packed_have_the_losses_of_trl(folder: Path, ranks: int) -> None:
     """Two in one, which do not see each other."""
-    trainings = [f"{model} {how} packed" for model in MODELS for how in ("full", "lora")]
+    trainings = [f"{model} {how} packed" for model in MODELS for how in ("full", "lora")][ranks - 1 :: 2]
     cases = [f"{training} {' '.join(placed(number + 3 * ranks))}" for number, training in enumerate(trainings)]
     plain = [f"{training} plain {oracle(training.split()[0], ranks)}" for training in trainings]
     check(run(folder, cases, ranks, f"packed-{ranks}"), run(folder, plain, 1, f"packed-plain-{ranks}"), ranks)
@@ -103,6 +103,7 @@ def test_rows_that_are_packed_have_the_losses_of_trl(folder: Path, ranks: int) -
 def test_adapters_beside_weights_in_few_bits_have_the_losses_of_trl(folder: Path, ranks: int) -> None:
     pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
     trainings = [f"{model} lora{bits} {method}" for model in MODELS[:3] for bits in (4, 8) for method in ("sft", "dpo")]
+    trainings = [one for at, one in enumerate(trainings) if (at // 2 + at // 4 + ranks) % 2]
     plain = [f"{one} plain {oracle(*one.split()[:1], ranks, one.split()[1])}" for one in trainings]
     cases = [f"{one} {' '.join(placed(number + 3 * ranks))}" for number, one in enumerate(trainings)]
     check(run(folder, cases, ranks, f"bits-{ranks}"), run(folder, plain, 1, f"bits-plain-{ranks}"), ranks)

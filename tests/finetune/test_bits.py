@@ -90,8 +90,7 @@ NF4: dict[str, Any] = dict(
 )
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(("stage", "bits"), [(0, 8), (3, 4)])
 def test_a_plan_counts_what_an_engine_holds(wide: Path, bits: int, stage: int) -> None:
     zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0}
     zero |= {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}} if stage == 3 else {}

@@ -136,10 +136,10 @@ def _readers(config: Mapping[str, Any], method: str, ranks: int) -> int:
 def check_arguments(options: Options, method: str | None) -> None:
     """Raise what is said of adapters and to TRL that has no place, or is said otherwise; `method`, once it is known."""
     _, theirs = split(options)
-    if options.lora is not None:
-        lora_config(options.lora, theirs["lora"])
-    elif theirs["lora"]:
+    if options.lora is None and theirs["lora"]:
         raise WherryError(f"--set lora.{next(iter(theirs['lora']))}: all weights are trained; add --lora for adapters")
+    if options.lora or theirs["lora"]:
+        lora_config(options.lora or "", theirs["lora"])
     if method == "dpo" and options.packing:
         raise WherryError("--packing: dpo compares rows, of which each has a sequence; leave it out")
     for whose in ("sft", "dpo"):
