@@ -28,7 +28,7 @@ from wherry.cli import INTERRUPTED, USER_ERROR
 FAULT_SUFFIX = ".fault"
 _SECONDS_TO_UNWIND = 5
 # How long a failed rank waits for the others to write down theirs, and one that has lost a peer for that peer.
-_SECONDS_FOR_THE_OTHERS = 2.0
+_SECONDS_FOR_THE_OTHERS = 3.0
 _SECONDS_FOR_THE_PEER = 5.0
 # What a rank says whose peer has died or does not answer. It is a consequence, so any other failure is nearer to the
 # cause.

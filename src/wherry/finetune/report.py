@@ -69,7 +69,7 @@ def then_of(job: FineTuning, outcome: Outcome) -> Facts:
             ("ask it", _ask(job, str(job.run_dir / FINISHED))),
             ("do it again, or otherwise", f"wherry finetune {shlex.quote(str(job.run_dir / FILE))} --run-dir OTHER"),
         ]
-    if any((job.run_dir / IN_RUN).glob("checkpoint-*")):
+    if outcome.ending is not Ending.DIVERGED and any((job.run_dir / IN_RUN).glob("checkpoint-*")):
         return [("go on", f"wherry finetune --resume {folder}")]
     return []
 
