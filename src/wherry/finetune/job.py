@@ -405,9 +405,10 @@ class FineTuning:
         outcome = following.outcome
         with stop:
             try:
-                if start is None or not trainer.is_trained(start):
+                if start is None or not trainer.is_last(start):
                     trainer.train(resume_from_checkpoint=None if start is None else str(start))
                 else:  # killed before its model was written
+                    trainer.restore(start)
                     following.on_train_begin(trainer.args, trainer.state, trainer.control)
                     following.on_train_end(trainer.args, trainer.state, trainer.control)
                 if outcome.ending is Ending.FINISHED:

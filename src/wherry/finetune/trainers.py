@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import os
+from pathlib import Path
 from typing import Any
 
 from transformers import TrainerState
@@ -25,18 +25,22 @@ class _OnEngine(WherryMixin):
         if not _internal_call:
             super().save_model(output_dir, _internal_call)
 
-    def is_trained(self, start: str) -> bool:
-        """Whether a checkpoint is of the last step; then its state is this trainer's."""
-        state = TrainerState.load_from_json(os.path.join(start, TRAINER_STATE_NAME))
-        if state.global_step < self.args.max_steps:
-            return False
-        self.state = state
+    def is_last(self, start: Path) -> bool:
+        """Whether a checkpoint is of the last step."""
+        return _state_in(start).global_step >= self.args.max_steps
+
+    def restore(self, start: Path) -> None:
+        """Be where a checkpoint was made, without training from there."""
+        self.state = _state_in(start)
         self._start_to_train()
-        self._load(start)
-        return True
+        self._load(str(start))
 
     def create_model_card(self, *_: Any, **__: Any) -> None:
         """The run's own is written with the finished model."""
+
+
+def _state_in(start: Path) -> TrainerState:
+    return TrainerState.load_from_json(str(start / TRAINER_STATE_NAME))
 
 
 def trainer_class(method: str) -> type[Any]:
