@@ -1,0 +1,90 @@
+"""The test folders of each room of the sources, and the tests that a change calls for.
+
+    python -m tests.rooms          # pytest arguments for the files that differ from HEAD, or from main on a branch
+"""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path, PurePosixPath
+
+ROOT = Path(__file__).parents[1]
+SOURCES = "src/wherry"
+# Run for every change of the sources.
+ALWAYS = ("tests/test_lives.py", "tests/structure")
+# A room is a folder or a module directly under src/wherry; one that is not named here has the tests of the engine.
+TESTS: dict[str, tuple[str, ...]] = {
+    "activations": ("activations",),
+    "checkpoint": ("checkpoint",),
+    "cli": ("cli",),
+    "compat": ("compat",),
+    "config": ("config",),
+    "finetune": ("finetune",),
+    "forecast": ("plan",),
+    "integrations": ("integrations", "finetune"),
+    "native": ("native", "disk"),
+    "nn": ("nn", "scale", "integrations"),
+    "observe": ("observe", "engine"),
+    "offload": ("tiers", "engine"),
+    "offload_states": ("tiers", "engine"),
+    "optim": ("update", "native", "engine"),
+    "parallel": ("parallel", "engine"),
+    "plan": ("plan",),
+    "pretrained": ("scale", "finetune"),
+    "sharding": ("engine", "scale", "guard"),
+    "sources": ("scale", "plan", "security"),
+    "testing": ("testing",),
+    "tiers": ("tiers", "disk"),
+    "train": ("train",),
+    "update": ("update", "engine"),
+}
+ENGINE = ("engine", "tiers", "scale")
+
+
+def tests_of(rooms: Iterable[str]) -> list[str]:
+    folders = {folder for room in rooms for folder in TESTS.get(room, ENGINE)}
+    return [*(path for path in ALWAYS if (ROOT / path).exists()), *(f"tests/{folder}" for folder in sorted(folders))]
+
+
+def room_of(path: str) -> str | None:
+    """The room of a file of the sources."""
+    parts = PurePosixPath(path).parts
+    return PurePosixPath(parts[2]).stem if path.startswith(f"{SOURCES}/") and len(parts) > 2 else None
+
+
+def _git(*arguments: str) -> list[str]:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.splitlines()
+
+
+def changed_files() -> list[str]:
+    """Files that differ from where this branch left main, with those not committed; on a clean main, its last commit's."""
+    base = _git("merge-base", "HEAD", "main")[0] if _git("branch", "--list", "main") else "HEAD"
+    changed = _git("diff", "--name-only", base) + _git("ls-files", "--others", "--exclude-standard")
+    return changed or _git("diff", "--name-only", "HEAD~1")
+
+
+def near(changed: Iterable[str]) -> list[str]:
+    """Pytest arguments for changed files: the tests of their rooms, and the folders of changed tests."""
+    changed = list(changed)
+    rooms = {room for path in changed if (room := room_of(path))}
+    chosen = tests_of(rooms) if rooms else []
+    for path in changed:
+        parts = PurePosixPath(path).parts
+        if parts[0] == "tests" and len(parts) > 2 and (ROOT / "tests" / parts[1]).is_dir() and parts[1] != "mutants":
+            chosen.append("/".join(parts[:2]))
+        elif parts[0] == "docs" or path.endswith(".md"):
+            chosen.append("tests/docs")
+        elif parts[0] in ("benchmarks", "examples"):
+            chosen.append(f"tests/{parts[0]}")
+        elif parts[0] == "tests" and path.endswith(".py") and (ROOT / path).exists():
+            chosen.append(path if parts[-1].startswith("test_") else "tests")
+    return ["tests"] if "tests" in chosen else list(dict.fromkeys(chosen)) or list(ALWAYS)
+
+
+if __name__ == "__main__":
+    arguments = near(changed_files())
+    print(f"tests of this change: {' '.join(arguments)}", file=sys.stderr)
+    print(*arguments)
