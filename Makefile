@@ -14,14 +14,23 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c const
 # The Python of the machine that `make gpu` collects for.
 FOR ?= 3.12
 
-.PHONY: help train finetune test accelerator-test wheel-test bench gpu docs lint asan tsan clean
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist worksteal
+# Tests of what a wheel holds: `make wheel-test` runs those that start processes against an installed one.
+WHEEL_TESTS := tests/compat tests/integrations tests/examples
+
+.PHONY: help train finetune test test-near test-all test-doors test-nightly accelerator-test wheel-test mutants bench gpu
+.PHONY: docs lint asan tsan clean
 
 help:
 	@echo "make train   train a small GPT-2 here, on two ranks; flags go in ARGS, as in make train ARGS='--steps 50'"
 	@echo "make finetune   train what make train made further, on questions and answers; MODEL=FOLDER takes another"
-	@echo "make test    run the tests; ARGS='tests/train -k loop' chooses among them"
-	@echo "make accelerator-test   run them on an accelerator that is emulated, which is compiled first"
-	@echo "make wheel-test   what users install: build it, and run the tests of the alias and of other libraries against it"
+	@echo "make test    run the fast tests, six minutes on two cores; ARGS='tests/train -k loop' chooses among them"
+	@echo "make test-near   run those of the rooms that differ from main"
+	@echo "make test-all    run every test but the nightly ones, build and test a wheel, build the docs, lint: 20 minutes"
+	@echo "make test-nightly   run whole products, faults by hand, new examples, sanitizers and mutants: hours"
+	@echo "make accelerator-test   part of test-all: the engine on an emulated accelerator, which is compiled first"
+	@echo "make wheel-test   part of test-all: build the wheel, and test the alias and other libraries against it"
+	@echo "make mutants     plant each fault of tests/mutants, and report whether the fast tests find it"
 	@echo "make bench   measure this machine, and Wherry beside DDP, FSDP2 and DeepSpeed: about ten minutes"
 	@echo "make gpu     collect what a GPU machine without a network lacks, and say what to run there; FOR=3.12 is its Python"
 	@echo "make docs    docs/ as a site, in site/"
@@ -41,17 +50,47 @@ finetune: $(INSTALLED)
 	$(BIN)/wherry finetune "$$model" --data build/docstrings.jsonl --lr 1e-3 --epochs 2 $(ARGS)
 
 test: $(INSTALLED)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(PYTEST) --durations 10 -m fast $(ARGS)
 
-# On a device that is not there: its memory apart from the host's, its copies and kernels late.
+test-near: $(INSTALLED)
+	tests="$$($(BIN)/python -m tests.rooms)" && $(PYTEST) -m fast $$tests $(ARGS)
+
+test-all: $(INSTALLED)
+	$(MAKE) test
+	$(MAKE) test-doors
+	$(MAKE) accelerator-test
+	$(MAKE) wheel-test
+	$(MAKE) docs
+	$(MAKE) lint
+
+# Tests that start processes or need seconds; those of the wheel run against an installed one.
+test-doors: $(INSTALLED)
+	$(PYTEST) --durations 10 -m 'not fast and not nightly' $(WHEEL_TESTS:%=--ignore %) $(ARGS)
+
+# Property tests draw new examples; by_hand kills and interrupts runs at instants that it draws, and damages their disks.
+test-nightly: $(INSTALLED)
+	$(PYTEST) -m nightly --timeout 1800 $(ARGS)
+	$(PYTEST) -m 'hypothesis and not nightly' --hypothesis-profile search --timeout 1800
+	WHERRY_FUZZ=10000 $(PYTEST) tests/security/test_fuzz.py --timeout 1800
+	$(BIN)/python -m tests.security.by_hand.kills --times 200
+	$(BIN)/python -m tests.security.by_hand.faults
+	$(BIN)/python -m tests.security.by_hand.interrupts
+	$(MAKE) asan
+	$(MAKE) tsan
+	$(MAKE) mutants
+
+mutants: $(INSTALLED)
+	$(BIN)/python -m tests.mutants $(ARGS)
+
+# A device with a memory of its own, whose copies and kernels are late.
 accelerator-test: $(INSTALLED)
-	$(BIN)/python -m pytest -n 2 --dist worksteal --no-loadscope-reorder -p tests.accelerator.plugin tests/accelerator tests/gpu $(ARGS)
+	$(PYTEST) -p tests.accelerator.plugin tests/accelerator tests/gpu $(ARGS)
 
 # A wheel of the sdist, in an environment of its own beside the other packages of .venv, and no sources in reach.
 wheel-test: $(INSTALLED)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.installed build/wheel
 	cd build/wheel && venv/bin/wherry --help >/dev/null && venv/bin/python -m wherry version \
-	  && venv/bin/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder tests/compat tests/integrations tests/examples $(ARGS)
+	  && OMP_NUM_THREADS=1 venv/bin/python -m pytest -n 2 --dist worksteal -m 'not fast and not nightly' $(WHEEL_TESTS) $(ARGS)
 
 # One that fails says so, and the others go on; Ctrl-C ends all.
 bench: $(PEERS)

@@ -1,4 +1,4 @@
-"""Programs that run in forks of a process that has imported what they need.
+"""Run programs in forks of a process that has imported what they need.
 
 An interpreter that imports torch takes seconds of a core, and one that imports transformers many; a fork takes
 milliseconds. Ranks are forks where a test is about what their program does, and not about how it is started.
@@ -15,8 +15,12 @@ import ctypes
 import functools
 import gc
 import importlib
+import io
 import json
 import os
+import runpy
+import select
+import shlex
 import signal
 import socket
 import subprocess
@@ -26,10 +30,11 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
-from typing import IO, Any, Protocol
+from types import ModuleType, SimpleNamespace
+from typing import IO, Any, NoReturn, Protocol
 
-from tests.cli.programs import environment, free_port
+import psutil
+from tests.cli.programs import SSH, environment, free_port
 
 ROOT = Path(__file__).parents[1]
 # What nearly every program imports, and torch itself when it first makes an optimizer.
@@ -43,7 +48,7 @@ class HasFileno(Protocol):
 
 
 class Child:
-    """A fork, with the face of a subprocess.Popen."""
+    """A fork, with the methods of subprocess.Popen."""
 
     def __init__(self, forks: Forks, pid: int, stdin: IO[bytes] | None, stdout: IO[bytes] | None) -> None:
         self.pid = pid
@@ -64,18 +69,36 @@ class Child:
             time.sleep(0.005)
         return status
 
-    def kill(self) -> None:
+    def communicate(self, timeout: float = 60.0) -> tuple[str, None]:
+        """Return the rest of the output, once the program has closed it and ended."""
+        assert self.stdout is not None
+        deadline, parts = time.monotonic() + timeout, []
+        while True:
+            ready, *_ = select.select([self.stdout], [], [], max(0.0, deadline - time.monotonic()))
+            assert ready, f"process {self.pid} does not close its output: {b''.join(parts)!r}"
+            parts.append(os.read(self.stdout.fileno(), 1 << 16))
+            if not parts[-1]:
+                self.wait(max(1.0, deadline - time.monotonic()))
+                return b"".join(parts).decode(), None
+
+    def send_signal(self, number: int) -> None:
         if self.poll() is None:
-            os.kill(self.pid, signal.SIGKILL)
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
 
 
 class Forks:
     """A process that has imported `modules`, and forks. With `as_deepspeed`, `import deepspeed` gives Wherry there.
 
-    It is itself a fork of one that has imported the engine, if that is among them and it need not be `apart`.
+    The process is itself a fork of one that has imported the engine, if the engine is among `modules` and `apart` is
+    false. With `forked_ranks`, the launchers among its programs fork their ranks too.
     """
 
-    def __init__(self, *modules: str, as_deepspeed: bool = False, apart: bool = False) -> None:
+    def __init__(
+        self, *modules: str, as_deepspeed: bool = False, apart: bool = False, forked_ranks: bool = False
+    ) -> None:
         self._environment = environment(**QUIET)
         if as_deepspeed:
             from wherry.compat import deepspeed as alias
@@ -94,8 +117,8 @@ class Forks:
                     stdin=subprocess.DEVNULL,
                 )
             else:
-                code = f"from tests.forks import serve; serve(0, {modules!r})"
-                self._process = _engine().start(
+                code = f"from tests.forks import serve; serve(0, {modules!r}, {forked_ranks})"
+                self._process = engine().start(
                     ["-c", code],
                     stdin=theirs,
                     stdout=sys.__stdout__,
@@ -111,7 +134,7 @@ class Forks:
         else:
             self._socket.send(message)
         answer = self._socket.recv(1 << 12)
-        assert answer, "the process that forks has ended; what it said stands above"
+        assert answer, "the process that forks has ended; its output stands above"
         return json.loads(answer)
 
     def start(
@@ -139,7 +162,9 @@ class Forks:
                     read, write = os.pipe()
                     theirs.append(write if number else read)
                     stack.callback(os.close, theirs[-1])
-                    mine[number] = os.fdopen(read, "rb") if number else os.fdopen(write, "wb")
+                    mine[number] = os.fdopen(read, "rb", 0) if number else os.fdopen(write, "wb")
+                elif wanted == subprocess.STDOUT:
+                    theirs.append(theirs[1])
                 else:
                     assert not isinstance(wanted, int)
                     theirs.append(wanted.fileno())
@@ -192,6 +217,10 @@ class Forks:
                 told.append(file.read().decode())
         return subprocess.CompletedProcess(words, status, *told)
 
+    def of(self, *modules: str, as_deepspeed: bool = False) -> Forks:
+        """Forks of a process that imported these modules too, kept as long as the test worker."""
+        return _with(modules, as_deepspeed)
+
     def close(self) -> None:
         self._socket.close()
         self._process.wait(60)
@@ -204,9 +233,16 @@ class Forks:
 
 
 @functools.cache
-def _engine() -> Forks:
-    """What test workers fork the others from, as long as they live."""
+def engine() -> Forks:
+    """The process that imported the engine: one for each test worker, forked by all others."""
     forks = Forks(*ENGINE, apart=True)
+    atexit.register(forks.close)
+    return forks
+
+
+@functools.cache
+def _with(modules: tuple[str, ...], as_deepspeed: bool) -> Forks:
+    forks = Forks(*ENGINE, *modules, as_deepspeed=as_deepspeed)
     atexit.register(forks.close)
     return forks
 
@@ -214,9 +250,11 @@ def _engine() -> Forks:
 # The process that forks.
 
 
-def serve(fd: int, modules: Sequence[str]) -> None:
+def serve(fd: int, modules: Sequence[str], forked_ranks: bool = False) -> None:
     for name in modules:
         importlib.import_module(name)
+    if forked_ranks:
+        fork_interpreters()
     gc.freeze()  # no fork need look at what was imported
     with socket.socket(fileno=fd) as link:
         while True:
@@ -231,31 +269,32 @@ def serve(fd: int, modules: Sequence[str]) -> None:
                 answer = os.fork()
                 if answer == 0:
                     link.close()
-                    _become(request, fds)
+                    ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
+                    command = request["command"]
+                    if request["launched"]:
+                        command = ["-m", "wherry.cli.rank", "--", *command]
+                    _become(command, fds, request["environment"], request["folder"], last=max(fds) + 1)
             for each in fds:
                 os.close(each)
             link.send(json.dumps(answer).encode())
 
 
-def _become(request: dict[str, Any], fds: Sequence[int]) -> None:
-    """From here on this process is the program."""
+def _become(
+    command: Sequence[str], fds: Sequence[int], environ: Mapping[str, str], folder: str | None, last: int
+) -> NoReturn:
+    """Run a command as a new interpreter would, in this fork; close its file descriptors from 3 to `last`."""
     try:
-        ctypes.CDLL(None).prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGKILL, 0, 0, 0)
         for number, fd in enumerate(fds):
             os.dup2(fd, number)
-        os.closerange(3, max(fds) + 1)
+        os.closerange(3, last)
+        environ = dict(environ)
         os.environ.clear()
-        os.environ.update(request["environment"])
-        os.chdir(request["folder"])
+        os.environ.update(environ)
+        if folder is not None:
+            os.chdir(folder)
         paths = filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))
         sys.path[:] = dict.fromkeys(["", *paths, *sys.path])
-        if request["launched"]:
-            from wherry.cli import rank
-
-            sys.argv = ["rank", "--", *request["command"]]
-            rank.main()
-        sys.argv = request["command"]
-        _run(sys.argv)
+        _run(list(command))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -266,19 +305,29 @@ def _run(command: list[str]) -> None:
     """Run a program as an interpreter with these arguments does, and end as it does."""
     status = 0
     try:
+        while command[0] in ("-I", "-S", "-P", "-u"):
+            flag = command.pop(0)
+            if flag == "-P":
+                del sys.path[0]
+            elif flag == "-u":
+                sys.stdout = io.TextIOWrapper(io.FileIO(1, "wb", closefd=False), "utf-8", write_through=True)
+        sys.argv = command
         main = ModuleType("__main__")
         main.__dict__["__builtins__"] = __builtins__
-        if command[0] == "-c":
-            path, text = "<string>", command.pop(1)
+        if command[0] == "-m":
+            name = command.pop(1)
+            sys.modules.pop(name, None)  # runpy warns of a module that was imported before
+            runpy.run_module(name, run_name="__main__", alter_sys=True)
         else:
-            if command[0] == "-P":
-                del command[0], sys.path[0]
+            if command[0] == "-c":
+                path, text = "<string>", command.pop(1)
             else:
-                sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
-            path = main.__file__ = command[0]
-            text = Path(path).read_text()
-        sys.modules["__main__"] = main
-        exec(compile(text, path, "exec"), main.__dict__)
+                if sys.path[0] == "":
+                    sys.path[0] = os.path.dirname(os.path.abspath(command[0]))
+                path = main.__file__ = command[0]
+                text = Path(path).read_text()
+            sys.modules["__main__"] = main
+            exec(compile(text, path, "exec"), main.__dict__)
     except SystemExit as ended:
         if isinstance(ended.code, str):
             print(ended.code, file=sys.stderr)
@@ -290,3 +339,78 @@ def _run(command: list[str]) -> None:
     from wherry.cli.rank import _end
 
     _end(status)
+
+
+# Interpreters that a forked launcher starts.
+
+
+def fork_interpreters() -> None:
+    """Let torch's elastic agent, and a launcher of several hosts, fork the interpreters that they start."""
+    from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
+
+    from wherry.cli import supervise
+
+    read = psutil.Process.environ
+    # The kernel shows the environment that the first process began with.
+    psutil.Process.environ = lambda process: _environments.get(process.pid) or read(process)
+    subprocess_handler.Popen = ForkedInterpreter
+    supervise.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": ForkedInterpreter})
+
+
+class ForkedInterpreter(subprocess.Popen[Any]):
+    """A Popen whose child, where it would be a Python interpreter, is a fork of this process that runs its command.
+
+    The false ssh of the tests reaches this machine, and so its command runs in a fork as well.
+    """
+
+    def _execute_child(self, args: Sequence[str], *how: Any) -> None:
+        command = _command_of_interpreter(args)
+        if command is None:
+            super()._execute_child(args, *how)
+            return
+        folder, environ, pipes, new_session = how[4], how[5], how[9:15], how[20]
+        inherited = [fd if fd != -1 else number for number, fd in enumerate((pipes[0], pipes[3], pipes[5]))]
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                _forget_parent()
+                if new_session:
+                    os.setsid()
+                if command[0] == "cd":
+                    folder, command = command[1], command[5:]
+                    os.execv = lambda _, words: _run(list(words[1:]))
+                environ = os.environ if environ is None else environ
+                _become(command, inherited, environ, folder, os.sysconf("SC_OPEN_MAX"))
+            finally:
+                os._exit(1)
+        self._child_created = True
+        _environments[self.pid] = dict(os.environ if environ is None else environ)
+        self._close_pipe_fds(*pipes)
+
+
+def _command_of_interpreter(args: Sequence[str]) -> list[str] | None:
+    """The arguments of the interpreter that `args` start, behind `cd FOLDER && exec PYTHON` where ssh starts it."""
+    if args[0] == sys.executable:
+        return list(args[1:])
+    if os.path.basename(args[0]) == "ssh" and os.path.isfile(args[0]) and SSH in Path(args[0]).read_text():
+        return shlex.split(args[-1])
+    return None
+
+
+def _forget_parent() -> None:
+    """Reset in a fork what a new interpreter does not have of the process that starts it."""
+    gc.freeze()  # objects of the parent that are garbage must not close file descriptors of the child
+    for number in signal.valid_signals():
+        if callable(signal.getsignal(number)):
+            signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    signal.set_wakeup_fd(-1)
+    # The buffers of the parent's streams hold what the parent is about to write.
+    _parents_streams.extend([sys.stdin, sys.stdout, sys.stderr])
+    raw = [io.FileIO(fd, mode, closefd=False) for fd, mode in enumerate(("rb", "wb", "wb"))]
+    sys.stdin = sys.__stdin__ = io.TextIOWrapper(io.BufferedReader(raw[0]), "utf-8")
+    sys.stdout = sys.__stdout__ = io.TextIOWrapper(io.BufferedWriter(raw[1]), "utf-8")
+    sys.stderr = sys.__stderr__ = io.TextIOWrapper(raw[2], "utf-8", "backslashreplace", write_through=True)
+
+
+_parents_streams: list[Any] = []
+_environments: dict[int, dict[str, str]] = {}

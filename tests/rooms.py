@@ -1,6 +1,6 @@
 """The test folders of each room of the sources, and the tests that a change calls for.
 
-    python -m tests.rooms          # pytest arguments for the files that differ from HEAD, or from main on a branch
+python -m tests.rooms          # pytest arguments for the files that differ from HEAD, or from main on a branch
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TESTS: dict[str, tuple[str, ...]] = {
 ENGINE = ("engine", "tiers", "scale")
 
 
-def tests_of(rooms: Iterable[str]) -> list[str]:
+def paths_of(rooms: Iterable[str]) -> list[str]:
     folders = {folder for room in rooms for folder in TESTS.get(room, ENGINE)}
     return [*(path for path in ALWAYS if (ROOT / path).exists()), *(f"tests/{folder}" for folder in sorted(folders))]
 
@@ -60,7 +60,7 @@ def _git(*arguments: str) -> list[str]:
 
 
 def changed_files() -> list[str]:
-    """Files that differ from where this branch left main, with those not committed; on a clean main, its last commit's."""
+    """Files that differ from where this branch left main, or from its last commit on a clean main."""
     base = _git("merge-base", "HEAD", "main")[0] if _git("branch", "--list", "main") else "HEAD"
     changed = _git("diff", "--name-only", base) + _git("ls-files", "--others", "--exclude-standard")
     return changed or _git("diff", "--name-only", "HEAD~1")
@@ -70,7 +70,7 @@ def near(changed: Iterable[str]) -> list[str]:
     """Pytest arguments for changed files: the tests of their rooms, and the folders of changed tests."""
     changed = list(changed)
     rooms = {room for path in changed if (room := room_of(path))}
-    chosen = tests_of(rooms) if rooms else []
+    chosen = paths_of(rooms) if rooms else []
     for path in changed:
         parts = PurePosixPath(path).parts
         if parts[0] == "tests" and len(parts) > 2 and (ROOT / "tests" / parts[1]).is_dir() and parts[1] != "mutants":

@@ -48,7 +48,6 @@ struct Item {
   const char* host = nullptr;  // The pinned memory that a copy reads or writes.
   std::shared_ptr<Mark> mark;
   std::shared_ptr<External> external;
-  double seconds = 0;
   int64_t row = -1;
 };
 
@@ -58,7 +57,6 @@ struct Stream {
   std::deque<Item> queue;
   uint64_t queued = 0;
   uint64_t done = 0;
-  std::thread worker;  // In timed mode only.
 };
 
 // Lets go of the GIL, if this thread has it. What may run queued work must, as what it waits for may need the GIL.

@@ -98,21 +98,6 @@ def trace() -> Iterator[Trace]:
         found.items += [Traced(*row) for row in device_lib.stop_trace()]
 
 
-@contextmanager
-def timed(copy_rate: float = 0, kernel_seconds: float | Callable[[str], float] | None = None) -> Iterator[None]:
-    """Streams run by themselves, each in a thread of its own, and their items last as long as on some GPU.
-
-    A copy lasts for its bytes divided by the rate, a kernel for the seconds given or those that the function returns
-    for its name.
-    """
-    seconds = (lambda name: kernel_seconds) if isinstance(kernel_seconds, (int, float)) else kernel_seconds
-    device_lib.start_timed(float(copy_rate), seconds)
-    try:
-        yield
-    finally:
-        device_lib.stop_timed()
-
-
 # ---- torch.emulated
 
 NAME = "emulated"

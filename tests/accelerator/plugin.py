@@ -20,3 +20,7 @@ def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
     # Before any test, and so before the first backward pass.
     import_module("tests.accelerator.process_group")
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    item.add_marker("long")  # a CPU computes for the device, and checks what it does

@@ -65,10 +65,6 @@ struct State {
   std::string failure;
   Stream streams[MOST_DEVICES][STREAMS];
   int next_stream[MOST_DEVICES] = {};
-  // Timed mode.
-  bool timed = false, stopping = false;
-  double copy_rate = 0;
-  py::object* kernel_seconds = nullptr;
   // Trace.
   bool tracing = false;
   std::vector<Row> rows;
@@ -160,7 +156,7 @@ void pass(Stream& stream) {
   Item finished = std::move(item);
   stream.queue.pop_front();
   stream.done++;
-  if (g.timed || finished.kind == Kind::External) g.changed.notify_all();
+  if (finished.kind == Kind::External) g.changed.notify_all();
 }
 
 // Runs the first item of a queue. One that waits is waited for if the caller is patient, and false is returned if not.
@@ -169,11 +165,7 @@ bool step(Stream& stream, Lock& lock, bool patient);
 void drain(Stream& stream, uint64_t until, Lock& lock) {
   // Each round looks at the queue anew: a wait may have let other threads run it.
   while (stream.done < until) {
-    if (g.timed) {
-      g.changed.wait(lock);
-    } else {
-      step(stream, lock, true);
-    }
+    step(stream, lock, true);
   }
 }
 
@@ -209,7 +201,6 @@ bool chance(double probability) { return std::uniform_real_distribution<double>(
 
 // What a GPU does meanwhile: any stream gets on, by any number of items.
 void let_run(Lock& lock) {
-  if (g.timed) return;
   if (g.late <= 0) {
     for (bool again = true; again;) {
       again = false;
@@ -246,30 +237,6 @@ void nudge(Stream& stream, Lock& lock) {
   }
 }
 
-void work(Stream& stream) {
-  at::init_num_threads();
-  Lock lock(g.mutex);
-  while (true) {
-    g.changed.wait(lock, [&] { return g.stopping || !stream.queue.empty(); });
-    if (stream.queue.empty()) return;
-    Item& item = stream.queue.front();
-    if (item.kind == Kind::Wait) g.changed.wait(lock, [&] { return item.mark->passed; });
-    if (item.kind == Kind::External) g.changed.wait(lock, [&] { return item.external->done; });
-    bool lost = gone(item);
-    lock.unlock();
-    double begun = now();
-    std::string failure = run(item, lost);
-    if (item.seconds > 0) {
-      double left = begun + item.seconds - now();
-      if (left > 0) std::this_thread::sleep_for(std::chrono::duration<double>(left));
-    }
-    lock.lock();
-    fail(failure);
-    trace(item, begun);
-    pass(stream);
-  }
-}
-
 uint64_t put(Stream& stream, Item item) {
   if (g.tracing && item.kind != Kind::Poison) {
     item.row = int64_t(g.rows.size());
@@ -277,10 +244,6 @@ uint64_t put(Stream& stream, Item item) {
   }
   stream.queue.push_back(std::move(item));
   stream.queued++;
-  if (g.timed) {
-    if (!stream.worker.joinable()) stream.worker = std::thread([&stream] { work(stream); });
-    g.changed.notify_all();
-  }
   return stream.queued;
 }
 
@@ -623,7 +586,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     Lock lock(g.mutex);
     let_run(lock);
     Stream& at = stream_of(stream);
-    if (!g.timed && chance(0.5)) nudge(at, lock);
+    if (chance(0.5)) nudge(at, lock);
     return at.queue.empty();
   }
   void synchronizeStream(const c10::Stream& stream) const override { finish(stream_of(stream)); }
@@ -730,19 +693,11 @@ c10::Stream torch_stream(const Stream& stream) {
 Stream& stream_of(const c10::Stream& stream) { return g.streams[stream.device_index()][stream.id()]; }
 
 uint64_t enqueue(Stream& stream, Item item) {
-  if (g.timed) {
-    if (item.kind == Kind::Up || item.kind == Kind::Down) {
-      item.seconds = g.copy_rate > 0 ? item.bytes / g.copy_rate : 0;
-    } else if (item.kind == Kind::Kernel && g.kernel_seconds) {
-      py::gil_scoped_acquire gil;
-      item.seconds = (*g.kernel_seconds)(item.name).cast<double>();
-    }
-  }
   NoGil no_gil;
   Lock lock(g.mutex);
   uint64_t place = put(stream, std::move(item));
   let_run(lock);
-  if (!g.timed && stream.queue.size() > LONGEST_QUEUE) drain(stream, stream.done + LONGEST_QUEUE / 2, lock);
+  if (stream.queue.size() > LONGEST_QUEUE) drain(stream, stream.done + LONGEST_QUEUE / 2, lock);
   return place;
 }
 
@@ -773,7 +728,7 @@ bool query(const Mark& mark) {
   NoGil no_gil;
   Lock lock(g.mutex);
   let_run(lock);
-  if (!mark.passed && !g.timed && chance(0.5)) nudge(*mark.stream, lock);
+  if (!mark.passed && chance(0.5)) nudge(*mark.stream, lock);
   return mark.passed;
 }
 
@@ -913,35 +868,6 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
     bool used = !users_of(found->first, found->second).empty();
     g.registered.erase(found);
     if (used) fail("pinned memory was unregistered while a queued copy uses it");
-  });
-  module.def("start_timed", [](double copy_rate, std::optional<py::object> kernel_seconds) {
-    if (kernel_seconds) g.kernel_seconds = new py::object(*kernel_seconds);
-    NoGil no_gil;
-    Lock lock(g.mutex);
-    finish_all(lock);
-    g.copy_rate = copy_rate;
-    g.stopping = false;
-    g.timed = true;
-  });
-  module.def("stop_timed", [] {
-    {
-      NoGil no_gil;
-      Lock lock(g.mutex);
-      finish_all(lock);
-      g.stopping = true;
-      g.changed.notify_all();
-      std::vector<std::thread> workers;
-      for (auto& streams : g.streams) {
-        for (auto& stream : streams) {
-          if (stream.worker.joinable()) workers.push_back(std::move(stream.worker));
-        }
-      }
-      lock.unlock();
-      for (auto& worker : workers) worker.join();
-      lock.lock();
-      g.timed = false;
-    }
-    delete std::exchange(g.kernel_seconds, nullptr);
   });
   module.def("start_trace", [] {
     Lock lock(g.mutex);

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 from collections.abc import Callable
 from pathlib import Path
@@ -11,56 +10,53 @@ from typing import Any
 import pytest
 import torch
 from tests.accelerator import emulated
-from tests.accelerator.test_engine import BASE, Case, batch, config_of, held, one_step
-from tests.engine.harness import adamw, make_model
+from tests.accelerator.machine import MACHINE
+from tests.life import BASE, Case, Leg, at, batch, name_of, one_step, pairs, sized, subject
 
 import wherry
 from wherry.errors import WherryError
 from wherry.observe.memory import out_of_memory
 
-# Row, activations, window, policy.
 PLACES: list[Case] = [
-    {"row": "device-0"},
-    {"row": "device-3", "window": "three", "activations": "recompute"},
-    {"row": "offload-2", "policy": "in_backward"},
-    {"row": "offload-3-parameters", "activations": "host", "clip": 0.5},
-    {"row": "parameters-only"},
-    {"row": "infinity", "activations": "disk"},
-    {"row": "infinity", "window": "layer-major"},
-    {"row": "disk-2", "policy": "delayed", "window": "three", "sums": "host"},
+    at("device-0"),
+    at("device-3") | {"window": "three", "activations": "recompute"},
+    at("offload-2") | {"policy": "in_backward"},
+    at("offload-3-parameters") | {"activations": "host", "clip": 0.5},
+    at("parameters-only"),
+    at("infinity") | {"activations": "disk"},
+    at("infinity") | {"window": "layer-major"},
+    at("disk-2") | {"policy": "delayed", "window": "three", "sums": "host"},
 ]
 # How many of a phase's allocations fail, each in a try of its own, spread over all of them.
-TRIES = 12
+TRIES = 8
+ALONE = (0, 1)
 
 
-class Subject:
-    """An engine that has made a step and been saved, and what it is at that moment."""
+class Saved:
+    """An engine that has made a step and been saved."""
 
     def __init__(self, case: Case, folder: Path) -> None:
         self.case, self.folder = BASE | case, folder
-        self.model = make_model()
-        self.engine, *_ = wherry.initialize(
-            model=self.model, optimizer=adamw(self.model.parameters()), config=config_of(self.case, folder)
-        )
-        one_step(self.engine, 0, 0)
-        self.engine.settle()
-        self.engine.save_checkpoint(str(folder / "saved"))
-        self.engine.wait_for_checkpoint()
+        with sized(self.case):
+            leg = Leg(self.case, folder, None, ALONE, subject(self.case))
+        self.engine, self.model = leg.engine, leg.model
+        self.step(2)
+        self.save("saved")
 
-    def step(self) -> None:
-        one_step(self.engine, 1, 0)
+    def step(self, number: int = 3) -> None:
+        one_step(self.engine, number, ALONE)
         self.engine.settle()
 
     def generate(self) -> None:
         with torch.no_grad(), self.engine.gathered_for_generation():
-            self.model(*batch(9, 0, 0))
+            self.model(*batch(9, 0))
 
     def evaluate(self) -> None:
         with torch.no_grad():
-            self.engine(*batch(9, 0, 0))
+            self.engine(*batch(9, 0))
 
-    def save(self) -> None:
-        self.engine.save_checkpoint(str(self.folder / "again"))
+    def save(self, name: str = "again") -> None:
+        self.engine.save_checkpoint(str(self.folder / name))
         self.engine.wait_for_checkpoint()
 
     def load(self) -> None:
@@ -74,25 +70,28 @@ class Subject:
         return {(row.state, row.tier): row.bytes_actual for row in self.engine.memory()}
 
 
-PHASES: dict[str, Callable[[Subject], None]] = {
-    "step": Subject.step,
-    "generation": Subject.generate,
-    "evaluation": Subject.evaluate,
-    "save": Subject.save,
-    "load": Subject.load,
+PHASES: dict[str, Callable[[Saved], None]] = {
+    "step": Saved.step,
+    "generation": Saved.generate,
+    "evaluation": Saved.evaluate,
+    "save": Saved.save,
+    "load": Saved.load,
 }
 
 
-def name_of(case: Case) -> str:
-    return "-".join(map(str, case.values()))
+# Every place steps and loads; each of the other phases meets every third place.
+MET = [
+    (case, phase)
+    for number, case in enumerate(PLACES)
+    for phase in ("step", "load", ("generation", "evaluation", "save")[number % 3])
+]
 
 
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("case", PLACES, ids=name_of)
+@pytest.mark.parametrize(("case", "phase"), MET, ids=lambda value: value if isinstance(value, str) else name_of(value))
 def test_no_memory_on_the_device(case: Case, phase: str, tmp_path: Path) -> None:
     """After the error the same call does the same as if there had been none; where weights are spoilt, after a load."""
-    before = held()
-    subject, act = Subject(case, tmp_path), PHASES[phase]
+    before = MACHINE.held()
+    subject, act = Saved(case, tmp_path), PHASES[phase]
     at_first = subject.weights()
     begun = emulated.allocations()
     act(subject)
@@ -126,7 +125,7 @@ def test_no_memory_on_the_device(case: Case, phase: str, tmp_path: Path) -> None
     assert met or not count, "no allocation of the phase has failed"
     subject.engine.close()
     del subject
-    assert held() <= before
+    assert MACHINE.held() <= before
 
 
 def chain_of(error: BaseException) -> list[BaseException]:
@@ -153,15 +152,21 @@ def breaks(place: int, backward: bool, kind: type[BaseException]) -> Callable[[A
     return attach
 
 
-@pytest.mark.parametrize("kind", [Broken, KeyboardInterrupt])
-@pytest.mark.parametrize("backward", [False, True], ids=["forward", "backward"])
-@pytest.mark.parametrize("case", [place for place in PLACES if place.get("policy") != "in_backward"], ids=name_of)
-def test_an_exception_in_a_block(case: Case, backward: bool, kind: type[BaseException], tmp_path: Path) -> None:
-    before = held()
-    subject = Subject(case, tmp_path)
+BREAKS = pairs(
+    place=tuple(number for number, place in enumerate(PLACES) if place.get("policy") != "in_backward"),
+    backward=(False, True),
+    kind=(Broken, KeyboardInterrupt),
+)
+
+
+@pytest.mark.parametrize("how", BREAKS, ids=lambda how: f"{how['place']}-{how['backward']}-{how['kind'].__name__}")
+def test_an_exception_in_a_block(how: Case, tmp_path: Path) -> None:
+    case, backward, kind = PLACES[how["place"]], how["backward"], how["kind"]
+    before = MACHINE.held()
+    subject = Saved(case, tmp_path)
     subject.step()
     wanted, rest = subject.weights(), subject.at_rest()
-    for place in range(3):
+    for place in range(2):
         subject.load()
         handle = breaks(place, backward, kind)(subject.model)
         with pytest.raises((kind, WherryError)):
@@ -174,18 +179,17 @@ def test_an_exception_in_a_block(case: Case, backward: bool, kind: type[BaseExce
     subject.engine.close()
     del subject
     gc.collect()
-    assert held() <= before
+    assert MACHINE.held() <= before
 
 
 @pytest.mark.parametrize("case", PLACES, ids=name_of)
 def test_no_memory_while_it_is_built(case: Case, tmp_path: Path) -> None:
-    before = held()
-    config, model = config_of(BASE | case, tmp_path), make_model()
-    begun = emulated.allocations()
+    before = MACHINE.held()
+    case = BASE | case
+    model, begun = subject(case), emulated.allocations()
 
     def build() -> Any:
-        mine = copy.deepcopy(model)
-        return wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), config=copy.deepcopy(config))[0]
+        return Leg(case, tmp_path, None, ALONE, model).engine
 
     build().close()
     count = emulated.allocations() - begun
@@ -200,5 +204,5 @@ def test_no_memory_while_it_is_built(case: Case, tmp_path: Path) -> None:
         finally:
             emulated.fail_after(None)
         gc.collect()
-        assert held() <= before, f"allocation {number} of {count}"
+        assert MACHINE.held() <= before, f"allocation {number} of {count}"
     assert met or not count

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.accelerator import emulated
-from tests.accelerator.test_engine import BASE, Case, life
-from tests.engine.harness import assert_equal
+from tests.accelerator.machine import MACHINE
+from tests.engine.harness import Run, assert_equal
+from tests.life import BASE, Case, at, on_ranks, whole
 
 from wherry.activations import stores
 from wherry.sharding.flat_gradient import FlatGradient
@@ -179,40 +179,41 @@ FAULTS: list[tuple[Callable[[Patch], None], Case]] = [
     (weights_before_they_come, {}),
     (updates_before_gradients_land, {}),
     (buffers_given_back_early, {}),
-    (sums_overwritten, {"window": "three", "row": "offload-2", "policy": "delayed"}),
-    (disk_buffers_reused_under_a_copy, {"row": "infinity"}),
-    (activations_fetched_before_they_went, {"row": "device-2", "activations": "host"}),
-    (activations_freed_under_a_copy, {"row": "device-2", "activations": "host"}),
-    (host_buffers_reused_under_a_copy, {"row": "device-2", "activations": "disk"}),
-    (late_weights_overwritten, {"row": "offload-2", "policy": "delayed", "further": 6}),
-    (lent_gradients_overwritten, {"row": "offload-2", "policy": "delayed"}),
-    (sums_added_before_they_land, {"row": "offload-3", "window": "three", "sums": "host"}),
+    (sums_overwritten, {"window": "three", "policy": "delayed"} | at("offload-2")),
+    (disk_buffers_reused_under_a_copy, at("infinity")),
+    (activations_fetched_before_they_went, at("device-2") | {"activations": "host"}),
+    (activations_freed_under_a_copy, at("device-2") | {"activations": "host"}),
+    (host_buffers_reused_under_a_copy, at("device-2") | {"activations": "disk"}),
+    (late_weights_overwritten, at("offload-2") | {"policy": "delayed", "further": 6}),
+    (lent_gradients_overwritten, at("offload-2") | {"policy": "delayed"}),
+    (sums_added_before_they_land, at("offload-3") | {"window": "three", "sums": "host"}),
     (gathered_before_the_copy_up, {"ranks": 2}),
-    (saved_before_it_was_computed, {"row": "device-2", "save": "beside"}),
+    (saved_before_it_was_computed, at("device-2") | {"save": "beside"}),
 ]
 
 
+def life(case: Case, folder: Path, seed: int | None = None) -> Run:
+    body = partial(whole, saved=folder / "saved", further=case.get("further", 0))
+    return on_ranks(body, BASE | case, folder, MACHINE, seed=seed)
+
+
+@pytest.mark.nightly
 @pytest.mark.parametrize(("fault", "case"), FAULTS, ids=[fault.__name__ for fault, _ in FAULTS])
 def test_a_planted_fault_is_found(
     fault: Callable[[Patch], None], case: Case, tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    emulated.lateness(0.0)
-    calm = life(BASE | case, tmp_path / "calm")
-    late = partial(life, BASE | case)
+    calm = life(case, tmp_path / "calm")
+
+    def differs(seed: int) -> bool:
+        try:
+            assert_equal(life(case, tmp_path / str(seed), seed), calm)
+        except Exception:  # an assertion, or an error of the engine that finds it before the numbers do
+            return True
+        finally:
+            torch.accelerator.synchronize()
+        return False
+
     with monkeypatch.context() as patch:
         fault(patch)
-        assert any(_differs(late, tmp_path / str(seed), seed, calm) for seed in range(SEEDS)), fault.__doc__
-    emulated.seed(0)
-    assert_equal(late(tmp_path / "mended"), calm)
-
-
-def _differs(late: Callable[[Path], Any], folder: Path, seed: int, calm: Any) -> bool:
-    emulated.seed(seed)
-    emulated.lateness((0.95, 0.5, 1.0)[seed % 3])
-    try:
-        assert_equal(late(folder), calm)
-    except Exception:  # an assertion, or an error of the engine that finds it before the numbers do
-        return True
-    finally:
-        torch.accelerator.synchronize()
-    return False
+        assert any(map(differs, range(SEEDS))), fault.__doc__
+    assert_equal(life(case, tmp_path / "mended", 0), calm)

@@ -13,6 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +21,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.accelerator import emulated, process_group
-from tests.accelerator.test_engine import BASE, DEVICE_ROWS, Case, batch, config_of, life, one_step, told
+from tests.accelerator.machine import MACHINE
 from tests.accelerator.test_faults import gathered_before_the_copy_up
 from tests.cli.programs import environment, free_port
-from tests.engine.harness import Run, adamw, assert_equal, make_model
+from tests.engine.harness import Run, adamw, assert_equal
 from tests.forks import ENGINE, QUIET, ROOT, Child, Forks
+from tests.life import (
+    BASE,
+    Case,
+    Leg,
+    at,
+    batch,
+    config_of,
+    mean_losses,
+    name_of,
+    on_ranks,
+    one_step,
+    sized,
+    subject,
+    whole,
+)
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wherry
@@ -111,22 +127,13 @@ def main() -> None:
 
 TOGETHER = BASE | {"ranks": RANKS}
 CASES: list[Case] = [
-    TOGETHER | case
-    for case in (
-        {"row": "device-0", "policy": "at_step", "window": "three", "precision": "bf16", "clip": 0.5},
-        {"row": "device-0", "policy": "in_backward"},
-        {"row": "device-1", "policy": "before_use", "precision": "bf16", "save": "beside"},
-        {"row": "device-2", "policy": "at_step", "window": "three", "clip": 0.5, "save": "beside"},
-        {"row": "device-2", "policy": "in_backward", "precision": "bf16", "activations": "host"},
-        {"row": "device-3", "policy": "before_use", "window": "three", "precision": "bf16", "clip": 0.5},
-        {"row": "device-3", "policy": "in_backward", "window": "layer-major", "activations": "recompute"},
-        {"row": "offload-2", "policy": "before_use", "window": "three", "clip": 0.5},
-        {"row": "offload-2", "policy": "in_backward", "window": "three", "precision": "bf16", "sums": "host"},
-        {"row": "offload-3-parameters", "policy": "at_step", "precision": "bf16", "clip": 0.5, "save": "beside"},
-        {"row": "offload-3-parameters", "policy": "in_backward", "window": "three"},
-        {"row": "infinity", "policy": "before_use", "precision": "bf16", "clip": 0.5},
-        {"row": "infinity", "policy": "in_backward", "window": "three", "save": "beside"},
-    )
+    TOGETHER | at("device-0") | {"window": "three", "precision": "bf16", "clip": 0.5},
+    TOGETHER | at("device-1") | {"policy": "in_backward", "save": "beside", "flats": "alone"},
+    TOGETHER | at("device-2") | {"precision": "fp16", "activations": "host", "clip": 0.5, "flats": "alone"},
+    TOGETHER | at("device-3") | {"policy": "in_backward", "window": "layer-major", "activations": "recompute"},
+    TOGETHER | at("offload-2") | {"policy": "in_backward", "window": "three", "precision": "bf16", "sums": "host"},
+    TOGETHER | at("offload-3-parameters") | {"policy": "at_step", "precision": "bf16", "save": "beside"},
+    TOGETHER | at("infinity") | {"window": "three", "clip": 0.5, "save": "beside", "flats": "alone"},
 ]
 SEEDS = 2
 
@@ -140,26 +147,32 @@ def lives(rank: int, folder: Path, case: Case, seeds: list[int | None], fault: s
         for seed in seeds:
             emulated.seed(100 * rank + (seed or 0))
             emulated.lateness(0.0 if seed is None else 0.9)
-            policy = {"policy": "at_step"} if seed is None else {}
-            runs.append(life(case | policy, folder / str(seed), rank=rank))
+            own = case | {"policy": "at_step"} if seed is None else case
+            swap = folder / str(seed) / "swap"
+            swap.mkdir(parents=True, exist_ok=True)
+            with sized(own):
+                leg = Leg(own, swap, None, (rank, RANKS), subject(own))
+                runs.append(whole(leg, swap.parent / "saved"))
             assert not dist.is_initialized(), "who started the group ends it"
     return runs
 
 
-@pytest.mark.parametrize("case", CASES, ids=told)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_a_life_in_late_processes_has_the_bits_of_calm_ones_and_of_threads(
     case: Case, forks: Forks, tmp_path: Path
 ) -> None:
     pair = Pair(forks, tmp_path / "pair", lives, case, [None, *range(SEEDS)])
-    emulated.lateness(0.0)
-    threads = life(case | {"policy": "at_step"}, tmp_path / "threads")
+    body = partial(whole, saved=tmp_path / "saved")
+    threads = on_ranks(body, case | {"policy": "at_step"}, tmp_path / "threads", MACHINE)
     found = pair.results()
     for calm, *late in found:
         for run in late:
             assert_equal(run, calm)
-    assert_equal(found[0][0], threads)
-    assert found[0][0].losses != found[1][0].losses, "each has its batches"
-    assert_equal(Run(weights=found[0][0].weights), Run(weights=found[1][0].weights))
+    first, second = (runs[0] for runs in found)
+    assert first.losses != second.losses, "each has its batches"
+    assert_equal(Run(weights=first.weights), Run(weights=second.weights))
+    first.losses = mean_losses([first, second])
+    assert_equal(first, threads)
 
 
 # ---- Planted faults
@@ -213,16 +226,17 @@ def read_before_it_is_there(patch: Patch) -> None:
 FAULTS: dict[str, tuple[Callable[[Patch], None], Case]] = {
     fault.__name__: (fault, TOGETHER | case)
     for fault, case in (
-        (finished_before_it_is_over, {"row": "device-2"}),
-        (gathered_and_not_waited_for, {"row": "device-3"}),
-        (reduced_before_it_is_computed, {"row": "device-2"}),
-        (read_before_it_is_there, {"row": "device-0", "clip": 0.5}),
-        (gathered_before_the_copy_up, {"row": "offload-3-parameters"}),
+        (finished_before_it_is_over, at("device-2")),
+        (gathered_and_not_waited_for, at("device-3")),
+        (reduced_before_it_is_computed, at("device-2")),
+        (read_before_it_is_there, at("device-0") | {"clip": 0.5}),
+        (gathered_before_the_copy_up, at("offload-3-parameters")),
     )
 }
 TRIES = 4
 
 
+@pytest.mark.nightly
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_is_found(fault: str, forks: Forks, tmp_path: Path) -> None:
     plant, case = FAULTS[fault]
@@ -254,10 +268,10 @@ def killed(rank: int, folder: Path, row: str, victim: int, silent: bool) -> tupl
     `silent`: its connections stay open, as nothing says of a GPU that no process has it any more.
     """
     emulated.lateness(0.9)
-    config, model = config_of(TOGETHER | {"row": row}, folder), make_model()
+    config, model = config_of(TOGETHER | at(row), folder), subject(TOGETHER)
     config["wherry"]["timeout_s"] = PATIENCE
     engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
-    one_step(engine, 0, rank)
+    one_step(engine, 0, (rank, RANKS))
     total = Norm.total
 
     def die(self: Norm, *arguments: Any) -> float:
@@ -270,7 +284,7 @@ def killed(rank: int, folder: Path, row: str, victim: int, silent: bool) -> tupl
     Norm.total = die  # type: ignore[method-assign]
     begun = time.monotonic()
     try:
-        one_step(engine, 1, rank)
+        one_step(engine, 1, (rank, RANKS))
     except (PeerError, WherryError) as error:
         return type(error).__name__, str(error), time.monotonic() - begun
     raise AssertionError(f"a step without rank {victim}, of norm {engine.get_global_grad_norm()}")
@@ -286,11 +300,7 @@ def _hold(over: Path) -> None:
 
 @pytest.mark.parametrize(
     ("row", "victim", "silent", "forked"),
-    [
-        ("device-0", 1, False, True),
-        ("device-2", 0, False, True),
-        ("offload-3-parameters", 1, True, False),
-    ],
+    [("device-2", 0, False, True), ("offload-3-parameters", 1, True, False)],
 )
 def test_a_rank_that_is_killed_is_missed_within_seconds(
     row: str, victim: int, silent: bool, forked: bool, forks: Forks, tmp_path: Path
@@ -336,10 +346,10 @@ def _on_device(tensors: list[torch.Tensor]) -> bool:
 
 def counted(rank: int, folder: Path, row: str, spoilt: bool) -> tuple[int, dict[str, int], int, int]:
     """Of a third step: reads, scalars, and copies down; and the reads of the forward and backward before it."""
-    config, model = config_of(TOGETHER | {"row": row, "policy": "at_step", "clip": 0.5}, folder), make_model()
+    config, model = config_of(TOGETHER | at(row) | {"policy": "at_step", "clip": 0.5}, folder), subject(TOGETHER)
     engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
     for step in range(2):
-        one_step(engine, step, rank)
+        one_step(engine, step, (rank, RANKS))
     reads: list[torch.Size] = []
     with pytest.MonkeyPatch.context() as patch:
         read, here = ProcessGroupComm.read, Norm._here
@@ -351,7 +361,7 @@ def counted(rank: int, folder: Path, row: str, spoilt: bool) -> tuple[int, dict[
         patch.setattr(ProcessGroupComm, "read", noted)
         if spoilt:
             patch.setattr(Norm, "_here", lambda self, gradients: float(here(self, gradients)))
-        engine.backward(engine(*batch(2, 0, rank)))
+        engine.backward(engine(*batch(2, 0, rank, RANKS)))
         before = len(reads)
         with Scalars() as scalars, emulated.trace() as traced:
             engine.step()
@@ -359,7 +369,7 @@ def counted(rank: int, folder: Path, row: str, spoilt: bool) -> tuple[int, dict[
     return len(reads) - before, dict(scalars.found), len(traced.of("down")), before
 
 
-@pytest.mark.parametrize("row", DEVICE_ROWS)
+@pytest.mark.parametrize("row", ["device-0", "device-2", "device-3"])
 def test_a_step_waits_for_the_device_once(row: str, forks: Forks, tmp_path: Path) -> None:
     """The norm, which tells of inf and NaN, of missing gradients, and of mixed-up weights."""
     for reads, scalars, copies, before in Pair(forks, tmp_path, counted, row, False).results():
@@ -377,13 +387,13 @@ def test_a_second_wait_would_be_counted(forks: Forks, tmp_path: Path) -> None:
 def without_the_device(rank: int, folder: Path, backend: str) -> tuple[str, list[float]]:
     """What Wherry says of a group of the user's; and the losses once it may start its own."""
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    config, model = config_of(TOGETHER | {"row": "device-2"}, folder), make_model()
+    config, model = config_of(TOGETHER | at("device-2"), folder), subject(TOGETHER)
     with pytest.raises(WherryError) as refused:
         wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
     dist.destroy_process_group()
-    model = make_model()
+    model = subject(TOGETHER)
     engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
-    losses = [float(one_step(engine, step, rank)) for step in range(2)]
+    losses = [float(one_step(engine, step, (rank, RANKS))) for step in range(2)]
     assert dist.get_backend_config() == f"cpu:gloo,{emulated.NAME}:{process_group.NAME}"
     engine.close()
     return str(refused.value), losses
@@ -412,6 +422,6 @@ def test_a_device_that_nothing_communicates_between(monkeypatch: Patch) -> None:
         monkeypatch.setenv(name, value)
     monkeypatch.setenv("MASTER_PORT", str(free_port()))
     monkeypatch.delitem(dist.Backend.default_device_backend_map, emulated.NAME)
-    model = make_model()
+    model = subject(TOGETHER)
     with nothing_started(), pytest.raises(WherryError, match=f"no backend for several ranks on '{emulated.NAME}'"):
         wherry.initialize(model=model, optimizer=adamw(model.parameters()), config={"train_batch_size": 2})

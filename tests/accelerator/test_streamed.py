@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from tests.accelerator.test_engine import batch, held, one_step
-from tests.accelerator.test_order import traced_at, training
-from tests.engine.harness import TinyLM, make_model
-from tests.tiers.test_placements import offload
+from tests.accelerator.machine import MACHINE
+from tests.accelerator.test_order import traced_late, training
+from tests.engine.harness import TinyLM, make_model, token_batch
+from tests.life import at, batch
+from tests.tiers.rows import offload
 
 import wherry
 from wherry.update.streamed import StreamedUpdates
@@ -31,18 +32,25 @@ def engine_of(folder: Path, optimizer: dict[str, Any], row: str = "offload-3-par
     return wherry.initialize(model=make_model(), config=config)[0]
 
 
+def one_step(engine: Any, step: int) -> None:
+    engine.backward(engine(*(tensor.to(engine.device) for tensor in token_batch(step, 0, 0))))
+    engine.step()
+
+
 def trained(folder: Path, optimizer: dict[str, Any], steps: int = 4, **more: Any) -> dict[str, torch.Tensor]:
     engine = engine_of(folder, optimizer, **more)
     for step in range(steps):
-        one_step(engine, step, 0)
+        one_step(engine, step)
     names = [name for name, _ in engine.module.named_parameters()]
     found = {name: engine.states.full(name, "master").cpu() for name in names}
     engine.close()
     return found
 
 
-@pytest.mark.parametrize("row", ["offload-2", "offload-3-parameters", "infinity"])
-@pytest.mark.parametrize("optimizer", [MUON, {"type": "Lamb"}, {"type": "Adafactor"}], ids=lambda block: block["type"])
+@pytest.mark.parametrize(
+    ("row", "optimizer"),
+    [("offload-2", MUON), ("offload-3-parameters", {"type": "Lamb"}), ("infinity", {"type": "Adafactor"})],
+)
 def test_whole_parameters_are_updated_on_the_device_unless_told(
     row: str, optimizer: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -77,7 +85,7 @@ def test_a_share_of_the_units_is_updated_there(share: float, tmp_path: Path, mon
     config |= {"optimizer": ADAM, "train_micro_batch_size_per_gpu": 2}
     config["zero_optimization"]["stage"] = 2
     engine = wherry.initialize(model=model, config=config)[0]
-    one_step(engine, 0, 0)
+    one_step(engine, 0)
     assert abs(sum(moved) - share * total) <= block * (0 < share < 1)
     engine.close()
 
@@ -88,11 +96,11 @@ def test_three_pieces_are_on_the_device_at_most(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setattr("wherry.native.fallback.DEVICE_CHUNK", 256)
     peaks = []
     for share in (0.0, 1.0):
-        base = held()
+        base = MACHINE.held()
         torch.accelerator.reset_peak_memory_stats()
         engine = engine_of(tmp_path / str(share), ADAM, update_on=share)
         for step in range(3):
-            one_step(engine, step, 0)
+            one_step(engine, step)
         engine.settle()
         torch.accelerator.synchronize()
         peaks.append(torch.accelerator.max_memory_allocated() - base)
@@ -106,26 +114,15 @@ def test_three_pieces_are_on_the_device_at_most(tmp_path: Path, monkeypatch: pyt
 
 def test_one_goes_up_while_another_comes_down(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("wherry.update.optimizer_states.STREAMED_NUMEL", 512)
-    case = {"row": "offload-3-parameters", "policy": "at_step"}
+    case = at("offload-3-parameters") | {"policy": "at_step"}
     with training(case, tmp_path, wherry={"update_on": "device"}) as engine:
-        engine.backward(engine(*batch(2, 0, 0)))
-        torch.accelerator.synchronize()
-        with traced_at(rate=1e5) as traced:
+        engine.backward(engine(*batch(2, 0)))
+        with traced_late() as traced:
             engine.step()
-    downs = traced.of("down")
-    pairs = [(up, down) for up in traced.of("up") for down in downs]
-    together = sum(max(0.0, min(up.ended, down.ended) - max(up.begun, down.begun)) for up, down in pairs)
-    assert together > 0.8 * sum(down.ended - down.begun for down in downs)
-
-
-@pytest.mark.parametrize("row", ["offload-2", "offload-3-parameters", "infinity"])
-@pytest.mark.parametrize("warmup", [1, 3])
-def test_delayed_updates_too(row: str, warmup: int, tmp_path: Path) -> None:
-    """Those of the warm-up are made at once, and the weights follow their masters."""
-    late = {"update_policy": "delayed", "delayed_update_warmup": warmup, "row": row}
-    expected = trained(tmp_path / "host", ADAM, update_on="host", **late)
-    found = trained(tmp_path / "device", ADAM, update_on=1.0, **late)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    ups, downs = traced.of("up"), traced.of("down")
+    assert {up.stream for up in ups}.isdisjoint(down.stream for down in downs)
+    waiting = [down for down in downs if down.queued < ups[-1].queued and not 0 < down.begun < ups[-1].queued]
+    assert waiting, "the last piece goes up while another has yet to come down"
 
 
 def test_an_embedding_of_adamws_is_cut_beside_muon(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

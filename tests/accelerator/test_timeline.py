@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.harness import adamw, make_model, settings, token_batch
-from tests.tiers.test_placements import offload
+from tests.tiers.rows import offload
 
 import wherry
 

@@ -37,7 +37,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """`by_hand` checkpoints pairs of blocks in its own code."""
+    """Blocks with a shared input; `by_hand` checkpoints pairs of blocks in the model's code."""
 
     def __init__(self, blocks: int = 4, by_hand: bool = False) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ Settings = dict[str, Any]
 
 
 def late_links(monkeypatch: pytest.MonkeyPatch) -> list[ChaosLink]:
-    """Copies of activations are late, as those of a device of its own; the links that engines make for them."""
+    """Make copies of activations late, as those of a device apart; returns the links that engines make."""
     links: list[ChaosLink] = []
 
     def link_to(device: torch.device) -> ChaosLink:

@@ -1,4 +1,4 @@
-"""Every policy gives what plain PyTorch gives, with dropout on."""
+"""Every policy equals plain PyTorch, with dropout on."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def block_of(way: str, tmp_path: Path) -> dict[str, Any]:
 
 
 def train(model: torch.nn.Module, stage: int | None, block: dict[str, Any], accumulation: int = 2) -> Run:
-    """One rank, from one seed; `stage` None is plain PyTorch."""
+    """Train one rank from one seed; `stage` None is plain PyTorch."""
     run = Run()
     mine = copy.deepcopy(model)
     torch.manual_seed(7)
@@ -91,7 +91,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> list[ChaosLink]:
 
 @pytest.fixture(scope="module")
 def oracle() -> tuple[torch.nn.Module, Run, Run]:
-    """The model, plain PyTorch's run, and the engine's without any policy."""
+    """A model, plain PyTorch's run, and the engine's without any policy."""
     model = make_model(Model)
     return model, train(model, None, {}), train(model, 2, {})
 
@@ -113,11 +113,9 @@ def test_a_policy_equals_plain_pytorch(
     ("stage", "way"),
     [
         (0, "recompute"),
-        (0, "recompute and offload"),
-        (3, "recompute"),
+        (0, "recompute and disk"),
         (3, "selective"),
         (3, "recompute and offload"),
-        (3, "recompute and disk"),
     ],
 )
 def test_checkpoints_in_the_models_code(stage: int, way: str, late: list[ChaosLink], tmp_path: Path) -> None:
@@ -136,14 +134,12 @@ def test_checkpoints_in_the_models_code(stage: int, way: str, late: list[ChaosLi
     [
         (1, "recompute"),
         (2, "offload"),
-        (3, "recompute"),
-        (3, "offload"),
         (3, "recompute and offload"),
-        (3, "recompute and disk"),
+        (3, "offload to disk"),
     ],
 )
 def test_policies_beside_every_stage(stage: int, way: str, late: list[ChaosLink], tmp_path: Path) -> None:
-    """On two ranks; without dropout, as ranks that are threads share the generator."""
+    """Train on two ranks, without dropout, as ranks that are threads share the generator."""
     more = {"activation_checkpointing": block_of(way, tmp_path)}
     model = make_model(TinyLM)
     run = train_engine(model, stage=stage, ranks=2, accumulation=2, steps=STEPS, config=more)

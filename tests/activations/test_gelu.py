@@ -1,4 +1,4 @@
-"""A gelu and the linear layer behind it: what plain PyTorch computes, from one saved tensor instead of two."""
+"""A gelu and the linear layer behind it: plain PyTorch's results, from one saved tensor instead of two."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Plain(GeluLinear):
 
 
 def grown(layer: nn.Linear, x: torch.Tensor, autocast: bool = False) -> list[torch.Tensor | None]:
-    """The result, and the gradients of the input and of the weights."""
+    """Compute the result, and the gradients of the input and of the weights."""
     x = x.clone().requires_grad_()
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         y = layer(x)
@@ -27,22 +27,24 @@ def grown(layer: nn.Linear, x: torch.Tensor, autocast: bool = False) -> list[tor
     return [y.detach(), x.grad, *(p.grad for p in layer.parameters())]
 
 
-@pytest.mark.parametrize("shape", [(24,), (5, 24), (3, 5, 24)])
 @pytest.mark.parametrize("kind", ["fp32", "bf16", "autocast", "no bias", "frozen"])
-def test_it_is_a_gelu_and_a_linear_layer(kind: str, shape: tuple[int, ...]) -> None:
+def test_it_is_a_gelu_and_a_linear_layer(kind: str) -> None:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if kind == "bf16" else torch.float32
-    layer, x = GeluLinear(24, 7, bias=kind != "no bias").to(dtype), torch.randn(shape, dtype=dtype)
+    tolerance = 1e-2 if kind in ("bf16", "autocast") else 1e-6
+    layer = GeluLinear(24, 7, bias=kind != "no bias").to(dtype)
     if kind == "frozen":
         layer.weight.requires_grad_(False)
     plain = copy.deepcopy(layer)
     plain.__class__ = Plain
-    for one, other in zip(grown(layer, x, kind == "autocast"), grown(plain, x, kind == "autocast"), strict=True):
-        assert (one is None) == (other is None)
-        if one is not None and other is not None:
-            torch.testing.assert_close(
-                one, other, rtol=1e-6 if dtype is torch.float32 and kind != "autocast" else 1e-2, atol=1e-6
-            )
+    for shape in ((24,), (5, 24), (3, 5, 24)):
+        layer.zero_grad()
+        plain.zero_grad()
+        x = torch.randn(shape, dtype=dtype)
+        for one, other in zip(grown(layer, x, kind == "autocast"), grown(plain, x, kind == "autocast"), strict=True):
+            assert (one is None) == (other is None)
+            if one is not None and other is not None:
+                torch.testing.assert_close(one, other, rtol=tolerance, atol=1e-6)
 
 
 def test_second_derivatives() -> None:

@@ -61,6 +61,7 @@ def peak(layers: int, config: dict[str, Any]) -> int:
     return dry_run(of_shape("a GPT-2", shape), given, ranks=1, gpu=True).peak("device")
 
 
+@pytest.mark.long
 def test_depth_takes_no_memory_of_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(saving, "AHEAD", 1)  # here 64 MB would be all checkpoints: one at a time is brought back ahead
     few, many = (peak(layers, layer_to_layer()) for layers in (5, 8))

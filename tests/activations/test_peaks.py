@@ -63,6 +63,7 @@ def measured(config: GPTConfig, batch: int, interval: int) -> tuple[int, int]:
 XL = GPTConfig(layers=48, hidden=1600, heads=25, sequence=1024)
 
 
+@pytest.mark.long
 def test_gpt2_of_1_5_billion_at_batch_32() -> None:
     """Published with ZeRO: about 60 GB without checkpoints, and about 8 GB with them."""
     tokens, hidden, layers = 32 * XL.sequence, XL.hidden, XL.layers
@@ -79,7 +80,7 @@ def test_gpt2_of_1_5_billion_at_batch_32() -> None:
     assert 6.5e9 < peak < 8.5e9
 
 
-def test_what_a_block_saves_by_operation() -> None:
+def test_the_tensors_that_a_block_saves_by_operation() -> None:
     """In units of the residual stream. Attention's probabilities are not among it: its kernel computes them again."""
     config, batch = GPTConfig(layers=1, hidden=128, heads=4, sequence=256), 8
     block = Block(config).bfloat16()
@@ -117,10 +118,10 @@ def test_what_a_block_saves_by_operation() -> None:
     assert sum(units.values()) == pytest.approx(12, rel=0.02)
 
 
-@pytest.mark.parametrize("interval", [1, 2, 4, 6])
+@pytest.mark.parametrize("interval", [1, 4])
 def test_checkpoints_by_their_interval(interval: int) -> None:
     """2 x batch x sequence x hidden x layers / interval, and the blocks between two of them at the peak."""
-    config = GPTConfig(layers=12, hidden=128, heads=4, sequence=256)
+    config = GPTConfig(layers=8, hidden=128, heads=4, sequence=256)
     shape = GptShape(config.layers, config.hidden, config.heads)
     residual = HALF * 8 * config.sequence * config.hidden
     kept, peak = measured(config, 8, interval)

@@ -1,19 +1,17 @@
-"""Benchmarks as scripts whose workers are forks: an interpreter that imports torch takes seconds of a core."""
+"""Run benchmarks as scripts whose workers are forks."""
 
 from __future__ import annotations
 
 import runpy
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO, Any, Protocol
 
 import pytest
-from tests.forks import ENGINE, Child, Forks
 
-from benchmarks import processes, systems
+from benchmarks import machine, processes, systems
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"
 
@@ -24,23 +22,25 @@ class Script(Protocol):
 
 @pytest.fixture(autouse=True)
 def own_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """What a benchmark sets for the processes that it starts ends with the test."""
+    """Restore what a benchmark sets for the processes that it starts."""
     for name in (systems.DISK_FOLDER, "OMP_WAIT_POLICY"):
         monkeypatch.setenv(name, str(tmp_path))
 
 
-@pytest.fixture(scope="package")
-def forks() -> Iterator[Forks]:
-    with Forks(*ENGINE, "torch.distributed.fsdp", "benchmarks.worker") as made:
-        yield made
+@pytest.fixture
+def no_programs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Describe this machine without asking git or a driver."""
+    monkeypatch.setattr(machine, "commit", lambda _: "unknown")
+    monkeypatch.setattr(machine, "_said", lambda _: [])
 
 
 @pytest.fixture
-def script(forks: Forks, monkeypatch: pytest.MonkeyPatch) -> Script:
-    """Runs a script of benchmarks/ to its end, which must be a good one."""
+def script(forks: Any, monkeypatch: pytest.MonkeyPatch) -> Script:
+    """Run a script of benchmarks/ to its end, which must be a good one."""
+    workers = forks.of("torch.distributed.fsdp", "benchmarks.worker")
 
-    def fork(command: list[str], *, env: dict[str, str], stderr: IO[bytes], **pipes: Any) -> Child:
-        return forks.start(command[1:], env=env, stderr=stderr, **pipes)
+    def fork(command: list[str], *, env: dict[str, str], stderr: IO[bytes], **pipes: Any) -> Any:
+        return workers.start(command[1:], env=env, stderr=stderr, **pipes)
 
     def run(name: str, *words: object) -> None:
         monkeypatch.setattr(sys, "argv", [name, *map(str, words)])

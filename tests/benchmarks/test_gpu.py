@@ -14,6 +14,7 @@ from benchmarks.processes import TOO_LATE, Failed
 from benchmarks.steps import LARGE, MODELS
 from benchmarks.trace import overlap
 
+pytestmark = pytest.mark.usefixtures("no_programs")
 # Bytes a second.
 RATES = {"host_memory": 100e9, "device_memory": 1000e9, "up": 20e9, "down": 10e9, "disk_read": 4e9, "disk_write": 2e9}
 

@@ -18,21 +18,23 @@ ROOT = Path(__file__).parents[2]
 SCRIPTS = {
     "steps": "resident --models tiny --ranks 2 --places 3 --peers plain,fsdp2 --steps 2",
     "steps offload": "offload --models tiny --places 3-nvme --peers plain --steps 2 --path {tmp}",
-    "steps window": "window --models tiny --window 2 --places 3-nvme --peers plain --steps 2 --path {tmp}",
-    "overhead": "--systems ddp,wherry-3 --ranks 2 --rounds 1 --steps 2",
     "memory": "--models tiny --ranks 1 --systems wherry-3 --path {tmp}",
     "construction": "--models tiny --systems wherry-init,wherry-load,fsdp2-load",
     "checkpoint": "--models tiny --systems dcp,wherry-async --path {tmp}",
-    "cpu_adam": "--sizes 1000 --threads 1",
     "disk": "--path {tmp} --blocks 1048576 --depths 8",
+}
+NIGHTLY = {
+    "steps window": "window --models tiny --window 2 --places 3-nvme --peers plain --steps 2 --path {tmp}",
+    "overhead": "--systems ddp,wherry-3 --ranks 2 --rounds 1 --steps 2",
+    "cpu_adam": "--sizes 1000 --threads 1",
     "import_time": "",
 }
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", [*SCRIPTS, *(pytest.param(name, marks=pytest.mark.nightly) for name in NIGHTLY)])
 def test_a_benchmark_measures_what_it_is_asked_for(name, tmp_path, script):
     file = tmp_path / "found.json"
-    words = SCRIPTS[name].format(tmp=tmp_path).split()
+    words = (SCRIPTS | NIGHTLY)[name].format(tmp=tmp_path).split()
     script(f"{name.partition(' ')[0]}.py", *words, "--quick", "--json", file)
     found = harness.read(file)
     assert found["complete"] and found["quick"]
@@ -102,6 +104,7 @@ def test_a_file_that_is_none_of_a_benchmark_is_named(tmp_path):
             harness.read(path)
 
 
+@pytest.mark.usefixtures("no_programs")
 def test_what_is_published_names_no_folder_and_tells_machines_apart():
     assert harness.without_folders("No such file: '/home/somebody/x/swap.bin'") == "No such file: 'swap.bin'"
     described = machine.describe()

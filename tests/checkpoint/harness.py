@@ -1,65 +1,85 @@
-"""Engines of any shape over one tiny model, and what there is to compare of them, by logical name."""
+"""Engines of any shape over one small model, and their states by logical name."""
 
 from __future__ import annotations
 
 import copy
 import hashlib
 import json
+import threading
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from tests.engine.harness import adamw, make_model, settings, token_batch
+from tests.engine.harness import TinyLM, adamw, make_model, settings, token_batch
 
 import wherry
+from wherry.checkpoint.staging import Staging
 from wherry.errors import WherryError
 from wherry.parallel.comm import Comm
-from wherry.testing import run_ranks
+from wherry.parallel.topology import Topology
+from wherry.testing import run_grid, run_ranks
+from wherry.testing.late import Chaos, ChaosLink, Late, poison, topology
+from wherry.tickets import Ticket
 
-MODEL = make_model()
+BF16 = {"bf16": {"enabled": True}}
+
+
+def two_blocks() -> TinyLM:
+    return TinyLM(blocks=2)
+
+
+MODEL = make_model(two_blocks)
 
 
 @dataclass(frozen=True)
 class Shape:
-    """How an engine is laid out. Everything here may differ between the run that saves and the one that loads."""
+    """Layout of an engine. A run that loads may differ in all of it from the one that saved."""
 
     ranks: int = 1
     stage: int = 0
     accumulation: int = 1
     more: dict[str, Any] = field(default_factory=dict)
+    # Ranks that cut the model, which then has a method `cut`.
+    tensor: int = 1
 
     def __str__(self) -> str:
         extra = "-".join(f"{key}={value}" for key, value in self.more.items())
-        return f"{self.ranks}x{self.stage}{extra}"
+        return f"{self.ranks}x{self.tensor}x{self.stage}{extra}"
 
 
 Body = Callable[[Any, Comm], Any]
 
 
 def on(shape: Shape, body: Body, *, model: torch.nn.Module | None = None, optimizer: Any = adamw) -> list[Any]:
-    """Run `body(engine, comm)` on every rank of an engine of this shape."""
+    """Run `body(engine, comm)` on every rank of an engine of this shape; `comm` is the data-parallel group."""
     source = model if model is not None else MODEL
 
-    def rank(comm: Comm) -> Any:
-        mine = copy.deepcopy(source)
+    def rank(mesh: Comm | Topology) -> Any:
+        mine: Any = copy.deepcopy(source)
+        if isinstance(mesh, Topology):
+            mine.cut(mesh.tensor)
         engine, *_ = wherry.initialize(
             model=mine,
             optimizer=optimizer(mine.parameters()) if optimizer is not None else None,
-            mesh=comm,
+            mesh=mesh,
             config=settings(shape.stage, shape.accumulation, more=copy.deepcopy(shape.more)),
         )
         try:
-            return body(engine, comm)
+            return body(engine, mesh.data if isinstance(mesh, Topology) else mesh)
         finally:
             engine.close()
 
+    if shape.tensor > 1:
+        return run_grid(rank, data=shape.ranks, tensor=shape.tensor)
     return run_ranks(shape.ranks, rank)
 
 
 def train(engine: Any, comm: Comm, steps: int, *, first: int = 0, accumulation: int = 1) -> list[float]:
-    """Steps on fixed batches; every rank's losses, averaged."""
+    """Train on fixed batches; returns each step's loss, summed over the ranks."""
     losses = []
     for step in range(first, first + steps):
         total = 0.0
@@ -81,8 +101,7 @@ KINDS = (
 
 
 def state_of(engine: Any, *, everywhere: bool = True) -> dict[str, torch.Tensor]:
-    """All weights, masters and moments, whole, by `name:state`. On rank 0 alone, or everywhere: what is put together
-    of all ranks' shards is the same on each."""
+    """Join all ranks' shards of weights, masters and moments, by `name:state`; on rank 0 alone unless `everywhere`."""
     states = engine.states
     slots = {slot.name: slot for unit in engine.units for flat in unit.flats for slot in flat.layout.slots}
     pieces: list[tuple[str, str, int, torch.Tensor]] = []
@@ -95,22 +114,24 @@ def state_of(engine: Any, *, everywhere: bool = True) -> dict[str, torch.Tensor]
             for kind in kinds:
                 try:
                     part = states.local(slot.name, kind)
-                except WherryError:  # it is frozen, or the optimizer keeps no such moment
+                except WherryError:  # the parameter is frozen, or the optimizer keeps no such moment
                     continue
                 if part.numel():
                     parts[kind] = part
             pieces += [(slot.name, kind, states.local_range(slot.name)[0], part) for kind, part in parts.items()]
-            if parts.keys() - {"master"}:  # it has been updated
+            if parts.keys() - {"master"}:  # the optimizer has made its moments
                 known[alike] = tuple(parts)
     found: dict[str, torch.Tensor] = {}
     gathered = engine.comm.gather_objects(pieces)
     for theirs in gathered if everywhere or engine.comm.rank == 0 else ():
         for name, kind, start, part in theirs:
-            if part.dim() > 1:  # it has a shape of its own, and one rank has it
+            if part.dim() > 1:  # a state with a shape of its own, which one rank holds whole
                 assert torch.equal(found.setdefault(f"{name}:{kind}", part), part), name
                 continue
             whole = found.setdefault(f"{name}:{kind}", torch.full((slots[name].numel,), float("nan")))
-            whole[start : start + part.numel()] = part
+            mine = whole[start : start + part.numel()]
+            assert mine.isnan().all() or torch.equal(mine, part), f"{name}:{kind} differs between replicas"
+            mine.copy_(part)
     with wherry.gathered(engine.module):
         found |= {f"{name}:working": p.detach().flatten().clone() for name, p in engine.module.named_parameters()}
     if engine.topology.tensor.size > 1:
@@ -121,13 +142,13 @@ def state_of(engine: Any, *, everywhere: bool = True) -> dict[str, torch.Tensor]
 
 
 def joined(tensor: Comm, slots: dict[str, Any], parts: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Whole tensors of what each tensor-parallel rank has whole of its part."""
+    """Join the parts of all tensor-parallel ranks."""
     found: dict[str, torch.Tensor] = {}
     places = {name: (slot.part, slot.shape) for name, slot in slots.items()}
     for theirs in tensor.gather_objects({key: (places[key.rpartition(":")[0]], part) for key, part in parts.items()}):
         for key, ((cut, shape), part) in theirs.items():
             if cut is None:
-                # What is not cut is the same on all of them.
+                # A parameter that is not cut is the same on all of them.
                 assert torch.equal(found.setdefault(key, part.view(shape)), part.view(shape)), key
                 continue
             whole = found.setdefault(key, torch.full(tuple(cut.global_shape), float("nan"), dtype=part.dtype))
@@ -144,31 +165,91 @@ def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) ->
 
 
 def save_from(
-    shape: Shape, folder: Path, *, steps: int = 2, optimizer: Any = adamw, **arguments: Any
+    shape: Shape, folder: Path, *, steps: int = 2, model: Any = None, optimizer: Any = adamw, **arguments: Any
 ) -> dict[str, torch.Tensor]:
-    """Train and save; the states that were saved."""
+    """Train and save; returns the states that were saved."""
 
     def body(engine: Any, comm: Comm) -> dict[str, torch.Tensor]:
         train(engine, comm, steps, accumulation=shape.accumulation)
         assert engine.save_checkpoint(folder, **arguments) is True
-        return state_of(engine)
+        return state_of(engine, everywhere=False)
 
-    return on(shape, body, optimizer=optimizer)[0]
+    return on(shape, body, model=model, optimizer=optimizer)[0]
 
 
-def load_into(shape: Shape, folder: Path, *, optimizer: Any = adamw, **arguments: Any) -> dict[str, torch.Tensor]:
+def load_into(
+    shape: Shape, folder: Path, *, model: Any = None, optimizer: Any = adamw, **arguments: Any
+) -> dict[str, torch.Tensor]:
+    """Load into a new engine; returns its states."""
+
     def body(engine: Any, comm: Comm) -> dict[str, torch.Tensor]:
         path, _ = engine.load_checkpoint(folder, **arguments)
         assert path is not None
-        return state_of(engine)
+        return state_of(engine, everywhere=False)
 
-    return on(shape, body, optimizer=optimizer)[0]
+    return on(shape, body, model=model, optimizer=optimizer)[0]
 
 
 def forged(manifest: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """A manifest that was changed by somebody who knows its checksum."""
+    """Change a manifest and give it the checksum of its new text."""
     value = json.loads(manifest.read_text())
     change(value)
     value["sha256"] = "0" * 64
     text = json.dumps(value)
     manifest.write_text(text.replace("0" * 64, hashlib.sha256(text.encode()).hexdigest(), 1))
+
+
+# Saves that are written while training goes on.
+
+
+class Gate:
+    """Hold back the threads that write checkpoints until `open` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.open = threading.Event()
+        pieces = Staging.pieces
+
+        def late(staged: Any) -> Any:
+            assert self.open.wait(60)
+            yield from pieces(staged)
+
+        monkeypatch.setattr(Staging, "pieces", late)
+
+
+class LatestLink(ChaosLink):
+    """A link whose background copies run when one is waited for, in the order of their begin, and never earlier."""
+
+    def __init__(self, chaos: Chaos) -> None:
+        super().__init__(chaos)
+        self.queue: deque[Late] = deque()
+        self.bytes_aside = 0
+
+    def aside(self, target: torch.Tensor, source: torch.Tensor) -> Ticket:
+        self.bytes_down += source.nbytes
+        poison(target)
+
+        def copy() -> None:
+            while self.queue[0] is not late:
+                self.queue[0].happen()
+            self.queue.popleft()
+            self.bytes_aside += source.nbytes
+            with torch.no_grad():
+                target.copy_(source)
+
+        late = Late(self.chaos, copy)
+        self.queue.append(late)
+        return late
+
+
+def async_engine(
+    comm: Comm, stage: int, more: dict[str, Any], late: bool = True, optimizer: Any = adamw
+) -> tuple[Any, LatestLink]:
+    """An engine with `async_save`; if `late`, on a device apart from the host, whose copies complete late."""
+    chaos = Chaos(7 * stage + comm.rank)
+    link = LatestLink(chaos)
+    model = copy.deepcopy(MODEL)
+    config = settings(stage, more=copy.deepcopy(more))
+    config["wherry"] = {**more.get("wherry", {}), "checkpoint": {"async_save": True}}
+    mesh = topology(comm, chaos, link=link) if late else topology(comm)
+    engine, *_ = wherry.initialize(model=model, optimizer=optimizer(model.parameters()), config=config, mesh=mesh)
+    return engine, link

@@ -1,153 +1,99 @@
-"""`async_save`: what is saved is of the moment of the call, and training goes on while it is written."""
+"""`async_save`: a checkpoint holds the states at the call, and training goes on while it is written."""
 
 from __future__ import annotations
 
 import copy
-import subprocess
 import sys
 import threading
-from collections import deque
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.checkpoint.harness import MODEL, Shape, assert_same, load_into, on, save_from, state_of, train
-from tests.engine.harness import adamw, settings, token_batch
+from tests.checkpoint.harness import (
+    BF16,
+    Gate,
+    Shape,
+    assert_same,
+    async_engine,
+    load_into,
+    on,
+    save_from,
+    state_of,
+    train,
+)
+from tests.engine.harness import adamw, make_model, settings, token_batch
 
 import wherry
-from wherry.checkpoint import files, staging
 from wherry.checkpoint import folder as folders
+from wherry.checkpoint import staging
 from wherry.checkpoint.format import RankFiles
 from wherry.checkpoint.staging import Staging
 from wherry.parallel.comm import Comm
 from wherry.testing import run_ranks
-from wherry.testing.late import Chaos, ChaosLink, Late, poison, topology
-from wherry.tickets import Ticket
 from wherry.tiers.host import Room
 
-BEHIND = {"checkpoint": {"async_save": True}}
+ROOT = Path(__file__).parents[2]
 HOST = {"offload_optimizer": {"device": "cpu"}}
 DISK = {"offload_optimizer": {"device": "nvme"}}
 WEIGHTS = {"offload_param": {"device": "cpu"}}
-BF16 = {"bf16": {"enabled": True}}
-DELAYED = {"update_policy": "delayed", "delayed_update_warmup": 1}
-# Stage, and more: states that rest on the device, in its dtypes, by its optimizers; and those that share it out.
-DEVICES: dict[str, tuple[int, dict[str, Any]]] = {
-    "0": (0, {}),
+IN_BACKWARD = {"wherry": {"update_policy": "in_backward"}}
+DELAYED = {"wherry": {"update_policy": "delayed", "delayed_update_warmup": 1}}
+# Stage and config; states rest on the device, sharded or not, in its dtypes.
+ON_DEVICE: dict[str, tuple[int, dict[str, Any]]] = {
     "1, bf16": (1, BF16),
-    "2, in backward": (2, {"wherry": {"update_policy": "in_backward"}}),
-    "3, bf16": (3, BF16),
+    "2, in backward": (2, IN_BACKWARD),
     "3, weights on the host": (3, {"zero_optimization": {"stage": 3, **WEIGHTS}}),
 }
-# Those that go down from no device.
-HOSTS: dict[str, tuple[int, dict[str, Any]]] = {
-    "2, states on the host": (2, {"zero_optimization": {"stage": 2, **HOST}}),
-    "3, all on the host": (3, {"zero_optimization": {"stage": 3, **HOST, **WEIGHTS}, **BF16}),
-    "3, in backward": (
-        3,
-        {"zero_optimization": {"stage": 3, **HOST, **WEIGHTS}, **BF16, "wherry": {"update_policy": "in_backward"}},
-    ),
+# States that need no copy from a device.
+ON_HOST: dict[str, tuple[int, dict[str, Any]]] = {
+    "3, in backward": (3, {"zero_optimization": {"stage": 3, **HOST, **WEIGHTS}, **BF16, **IN_BACKWARD}),
     "3, states on disk": (3, {"zero_optimization": {"stage": 3, **DISK, **WEIGHTS}, **BF16}),
-    "3, delayed": (3, {"zero_optimization": {"stage": 3, **HOST}, "wherry": DELAYED}),
+    "3, delayed": (3, {"zero_optimization": {"stage": 3, **HOST}, **DELAYED}),
     "1, no device": (1, {}),
-    "3, no device, delayed": (3, {"wherry": DELAYED}),
 }
 
 
-class Gate:
-    """A thread that writes once training lets it."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.open = threading.Event()
-        pieces = Staging.pieces
-
-        def late(found: Any) -> Any:
-            assert self.open.wait(60)
-            yield from pieces(found)
-
-        monkeypatch.setattr(Staging, "pieces", late)
-
-
-class LatestLink(ChaosLink):
-    """What goes aside is copied when somebody waits for it, and what was begun before it first; never else."""
-
-    def __init__(self, chaos: Chaos) -> None:
-        super().__init__(chaos)
-        self.queue: deque[Late] = deque()
-        self.bytes_aside = 0
-
-    def aside(self, target: torch.Tensor, source: torch.Tensor) -> Ticket:
-        self.bytes_down += source.nbytes
-        poison(target)
-
-        def copy() -> None:
-            while self.queue[0] is not late:
-                self.queue[0].happen()
-            self.queue.popleft()
-            self.bytes_aside += source.nbytes
-            with torch.no_grad():
-                target.copy_(source)
-
-        late = Late(self.chaos, copy)
-        self.queue.append(late)
-        return late
-
-
-def engine_apart(
-    comm: Comm, stage: int, more: dict[str, Any], apart: bool = True, optimizer: Any = adamw
-) -> tuple[Any, LatestLink]:
-    """On a device that is not the host, from and to which everything is copied late."""
-    chaos = Chaos(7 * stage + comm.rank)
-    link = LatestLink(chaos)
-    model = copy.deepcopy(MODEL)
-    config = settings(stage, more=copy.deepcopy(more))
-    config["wherry"] = {**more.get("wherry", {}), **BEHIND}
-    mesh = topology(comm, chaos, link=link) if apart else topology(comm)
-    engine, *_ = wherry.initialize(model=model, optimizer=optimizer(model.parameters()), config=config, mesh=mesh)
-    return engine, link
-
-
-@pytest.mark.parametrize("name", [*DEVICES, *HOSTS])
-def test_what_is_saved_is_of_the_moment_of_the_call(
+@pytest.mark.parametrize("name", [*ON_DEVICE, *ON_HOST])
+def test_the_states_saved_are_those_at_the_call(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str
 ) -> None:
-    """States on disk are written before the call returns, and that is said; all others behind training."""
-    stage, more = copy.deepcopy({**DEVICES, **HOSTS}[name])
+    """States on disk are written before the call returns, which is logged; all others behind training."""
+    stage, more = copy.deepcopy({**ON_DEVICE, **ON_HOST}[name])
     plain = {key: value for key, value in more.items() if key == "bf16"}
     if "disk" in name:
         (tmp_path / "states").mkdir()
         more["zero_optimization"]["offload_optimizer"]["nvme_path"] = str(tmp_path / "states")
-    apart = "no device" not in name
+    late = "no device" not in name
     gate = Gate(monkeypatch)
-    moment = threading.Barrier(2)
+    trained = threading.Barrier(2)
 
     def saving(comm: Comm) -> Any:
-        engine, link = engine_apart(comm, stage, more, apart=apart)
+        engine, link = async_engine(comm, stage, more, late)
         train(engine, comm, 2)
-        states = state_of(engine)
+        states = state_of(engine, everywhere=False)
         before = link.bytes_down
         engine.save_checkpoint(tmp_path / "saved")
         assert (tmp_path / "saved" / "latest").exists() is ("disk" in name)
         copied = link.bytes_down - before
-        losses = train(engine, comm, 3, first=2)
-        moment.wait(60)  # an open gate lets the other rank's thread stir what is late
+        losses = train(engine, comm, 2, first=2)
+        trained.wait(60)  # with the gate open, one rank's writer thread would run the other's late copies
         gate.open.set()
         engine.wait_for_checkpoint()
-        lent = link.aside_pool.counters.in_use
+        in_use = link.aside_pool.counters.in_use
         engine.save_checkpoint(tmp_path / "saved")
         engine.wait_for_checkpoint()
-        assert link.aside_pool.counters.in_use == lent == 0, "buffers are given back"
-        after = state_of(engine)
+        assert link.aside_pool.counters.in_use == in_use == 0, "buffers are given back"
+        after = state_of(engine, everywhere=False)
         engine.close()
         return states, losses, after, copied
 
     def undisturbed(comm: Comm) -> Any:
-        engine, _ = engine_apart(comm, stage, more, apart=apart)
+        engine, _ = async_engine(comm, stage, more, late)
         train(engine, comm, 2)
-        state_of(engine)  # which ends delayed updates
-        losses = train(engine, comm, 3, first=2)
-        found = losses, state_of(engine)
+        engine.settle()  # as reading the states does: apply a delayed update
+        losses = train(engine, comm, 2, first=2)
+        found = losses, state_of(engine, everywhere=False)
         engine.close()
         return found
 
@@ -155,21 +101,21 @@ def test_what_is_saved_is_of_the_moment_of_the_call(
     expected = run_ranks(2, undisturbed)[0]
     assert losses == expected[0]
     assert_same(after, expected[1])
-    assert (copied > 0) is (name in DEVICES)
-    told = [text for text in caplog.messages if "as states on disk are read as they are written" in text]
-    assert len(told) == (2 if "disk" in name else 0)
-    for tag, wanted in (("global_step2", states), ("global_step5", after)):
+    assert (copied > 0) is (name in ON_DEVICE)
+    reasons = [text for text in caplog.messages if "as states on disk are read as they are written" in text]
+    assert len(reasons) == (2 if "disk" in name else 0)
+    for tag, wanted in (("global_step2", states), ("global_step4", after)):
         loaded = load_into(Shape(1, 0, more=plain), tmp_path / "saved", tag=tag)
         for key, value in wanted.items():  # a working weight may be rounded otherwise
             assert (plain and key.endswith(":working")) or torch.equal(loaded[key], value), (tag, key)
 
 
-def test_what_is_waited_for_at_once_is_copied_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Copies are made in order: training that needs its weights does not wait for the moments."""
+def test_weights_are_copied_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are copied before moments, so that a forward that waits for them does not wait for all."""
     gate = Gate(monkeypatch)
 
     def body(comm: Comm) -> None:
-        engine, link = engine_apart(comm, 0, {})
+        engine, link = async_engine(comm, 0, {})
         train(engine, comm, 1)
         engine.save_checkpoint(tmp_path)
         weights = sum(4 * p.numel() for p in engine.module.parameters())
@@ -182,13 +128,13 @@ def test_what_is_waited_for_at_once_is_copied_first(tmp_path: Path, monkeypatch:
     run_ranks(1, body)
 
 
-@pytest.mark.parametrize("apart", [True, False])
-def test_weights_that_others_may_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, apart: bool) -> None:
-    """Through the model's own parameters, right after the call."""
+@pytest.mark.parametrize("late", [True, False])
+def test_weights_that_the_program_overwrites(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
+    """Writes to the model's parameters right after the call do not reach the checkpoint."""
     gate = Gate(monkeypatch)
 
     def body(comm: Comm) -> None:
-        engine, _ = engine_apart(comm, 0, {}, apart=apart)
+        engine, _ = async_engine(comm, 0, {}, late=late)
         train(engine, comm, 1)
         states = state_of(engine)
         engine.save_checkpoint(tmp_path)
@@ -211,62 +157,53 @@ def test_a_save_that_fails_leaves_nothing_under_way(tmp_path: Path, monkeypatch:
         raise OSError(28, "No space left on device", str(files.partial))
 
     def body(comm: Comm) -> None:
-        engine, link = engine_apart(comm, 1, {})
+        engine, link = async_engine(comm, 1, {})
         train(engine, comm, 1)
-        lent = link.aside_pool.counters.in_use
+        in_use = link.aside_pool.counters.in_use
         monkeypatch.setattr(RankFiles, "put", full)
         engine.save_checkpoint(tmp_path)
-        assert link.aside_pool.counters.in_use > lent
+        assert link.aside_pool.counters.in_use > in_use
         gate.open.set()
         with pytest.raises(wherry.WherryError, match="No space left on device"):
             engine.wait_for_checkpoint()
-        assert link.aside_pool.counters.in_use == lent
+        assert link.aside_pool.counters.in_use == in_use
         train(engine, comm, 1, first=1)
         engine.close()
 
     run_ranks(1, body)
 
 
-ENDING = """
-import sys, time
-from pathlib import Path
-from tests.checkpoint.harness import Shape, on, train
-from wherry.checkpoint import files
-from wherry.checkpoint.staging import Staging
+def save_and_end(folder: str) -> None:
+    """Return while the save waits for this thread to end; executors take no more tasks by then."""
+    pieces = Staging.pieces
 
-files.BLOCK = 4096  # so that there is work for threads
-pieces = Staging.pieces
+    def late(staged: Any) -> Any:
+        threading.main_thread().join()
+        yield from pieces(staged)
 
-def late(found):
-    time.sleep(0.5)  # the interpreter waits for its threads by then
-    yield from pieces(found)
-
-Staging.pieces = late
-import wherry
-from tests.engine.harness import adamw, make_model, settings
-
-model = make_model()
-config = settings(0, more={"wherry": {"checkpoint": {"async_save": True}}})
-engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
-engine.save_checkpoint(Path(sys.argv[1]))
-print(Path(sys.argv[1], "latest").exists())
-"""
+    Staging.pieces = late  # type: ignore[method-assign]
+    model = make_model()
+    config = settings(0, more={"wherry": {"checkpoint": {"async_save": True}}})
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    engine.save_checkpoint(folder)
+    print(Path(folder, "latest").exists())
 
 
-def test_a_program_that_ends_waits_for_its_last_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Executors take no more tasks by then."""
-    monkeypatch.setattr(files, "BLOCK", 4096)
-    done = subprocess.run([sys.executable, "-c", ENDING, str(tmp_path)], capture_output=True, text=True, timeout=120)
+def test_a_program_that_ends_waits_for_its_last_save(tmp_path: Path, launched: Any) -> None:
+    code = "import sys; from tests.checkpoint.test_async import save_and_end; save_and_end(sys.argv[1])"
+    done = launched.subprocess.run(
+        [sys.executable, "-c", code, str(tmp_path)], cwd=ROOT, capture_output=True, text=True, timeout=120
+    )
     assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
     assert folders.newest_whole(tmp_path) == "global_step0"
 
 
-def test_a_checkpoint_that_goes_while_it_is_looked_at(
+def test_a_checkpoint_that_is_deleted_while_the_folder_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Another process keeps the last ones only."""
     for tag in ("first", "second"):
-        save_from(Shape(), tmp_path, tag=tag)
+        save_from(Shape(), tmp_path, steps=0, tag=tag)
     listed = folders.newest_first(tmp_path)
     (tmp_path / "second" / "manifest.json").unlink()
     monkeypatch.setattr(folders, "newest_first", lambda folder: listed)
@@ -278,7 +215,7 @@ def test_a_checkpoint_that_goes_while_it_is_looked_at(
 def test_without_the_memory_for_copies_training_stands_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, free: int
 ) -> None:
-    """All ranks do the same, say why once, and the checkpoint is what it would be."""
+    """All ranks write before the call returns, log the reason once, and the checkpoint is the same."""
     monkeypatch.setattr(staging, "rooms", lambda: [Room("a machine", "on a machine", free)])
     gate = Gate(monkeypatch)
 
@@ -292,16 +229,16 @@ def test_without_the_memory_for_copies_training_stands_still(
         engine.wait_for_checkpoint()
         return states
 
-    states = on(Shape(2, 3, more={"wherry": BEHIND}), body)[0]
-    told = [text for text in caplog.messages if "training stands still meanwhile" in text]
-    assert len(told) == (free == 0)
-    if told:
-        assert "copies of the states take" in told[0] and "and 0 B are free there" in told[0]
+    states = on(Shape(2, 3, more={"wherry": {"checkpoint": {"async_save": True}}}), body)[0]
+    reasons = [text for text in caplog.messages if "training stands still meanwhile" in text]
+    assert len(reasons) == (free == 0)
+    if reasons:
+        assert "copies of the states take" in reasons[0] and "and 0 B are free there" in reasons[0]
     assert_same(load_into(Shape(1, 0), tmp_path), states)
 
 
-def test_memory_is_shared_by_who_is_on_a_machine_and_in_a_container() -> None:
-    """Names say nothing: two containers of one name share a machine, or are on two."""
+def test_ranks_share_the_memory_of_their_machine_and_of_their_container() -> None:
+    """Containers of one name may share a machine, or be on two; the identity of each tells them apart."""
 
     def short(wanted: int, rooms: list[list[Room]]) -> str | None:
         return staging._shortage([(wanted, each) for each in rooms])
@@ -314,17 +251,17 @@ def test_memory_is_shared_by_who_is_on_a_machine_and_in_a_container() -> None:
     assert "take 85 B of host memory in the container host, and 90 B" in str(short(85, here[:1] + there))
 
 
-def test_memory_that_was_pinned_counts_as_had(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What an earlier save has pinned is there for the next one, and for nobody else."""
+def test_memory_that_is_pinned_already_is_not_asked_for_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next save takes the memory that an earlier one has pinned."""
     needed: list[int] = []
 
-    def noted(found: list[Any]) -> None:
-        needed.extend(nbytes for nbytes, _ in found)
+    def noted(needs: list[Any]) -> None:
+        needed.extend(nbytes for nbytes, _ in needs)
 
     monkeypatch.setattr(staging, "_shortage", noted)
 
     def body(comm: Comm) -> None:
-        engine, link = engine_apart(comm, 1, {})
+        engine, link = async_engine(comm, 1, {})
         for _ in range(2):
             train(engine, comm, 1)
             engine.save_checkpoint(tmp_path)

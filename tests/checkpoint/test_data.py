@@ -1,4 +1,4 @@
-"""The place in the engine's own data is saved, and what is left of it comes after a load: each sample once."""
+"""The position in the engine's data is saved; after a load the rest of the data follows, each sample once."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import make_model, settings
+from tests.engine.harness import settings
 
 import wherry
 from wherry.dataloader import make_dataloader
@@ -19,7 +19,7 @@ SAMPLES = 37
 
 
 class Numbers(torch.utils.data.Dataset):
-    """Each sample is its number, and a draw from the generator of the worker that fetches it."""
+    """Samples that are their number, and a draw from the generator of the worker that fetches them."""
 
     def __init__(self, length: int = SAMPLES, draws: bool = False) -> None:
         self.length = length
@@ -35,7 +35,7 @@ class Numbers(torch.utils.data.Dataset):
 def engine_of(comm: Comm | None = None, *, size: int = 2, drop_last: bool = False, data: Any = None) -> Any:
     more = {"train_micro_batch_size_per_gpu": size, "dataloader_drop_last": drop_last}
     engine, *_ = wherry.initialize(
-        model=make_model(), config=settings(0, more=more), mesh=comm, training_data=data or Numbers()
+        model=torch.nn.Linear(1, 1), config=settings(0, more=more), mesh=comm, training_data=data or Numbers()
     )
     return engine
 
@@ -53,10 +53,11 @@ def endless(loader: Any) -> Any:
         yield from loader
 
 
-@pytest.mark.parametrize("drop_last", [False, True])
-@pytest.mark.parametrize("taken", [0, 1, 7, 9, 10, 13, 19, 20, 31])
-def test_what_follows_is_the_same(tmp_path: Path, taken: int, drop_last: bool) -> None:
-    """Ten batches of two ranks an epoch, or nine: in the middle of any epoch, at its end, and before the first."""
+@pytest.mark.parametrize(
+    ("taken", "drop_last"), [(0, False), (7, False), (10, False), (13, True), (9, True), (31, False)]
+)
+def test_the_same_batches_follow(tmp_path: Path, taken: int, drop_last: bool) -> None:
+    """An epoch has ten batches of each of two ranks, or nine: save before the first, inside of one, and at its end."""
 
     def rank(comm: Comm) -> None:
         one = engine_of(comm, drop_last=drop_last)
@@ -74,9 +75,9 @@ def test_what_follows_is_the_same(tmp_path: Path, taken: int, drop_last: bool) -
     run_ranks(2, rank)
 
 
-@pytest.mark.parametrize(("before", "after", "size"), [(1, 4, 1), (4, 1, 3), (2, 3, 2), (3, 2, 2)])
-def test_on_other_ranks_every_sample_comes(tmp_path: Path, before: int, after: int, size: int) -> None:
-    """What the first ranks had, and the next ones get, is the data: of some ranks' remainder a few come twice."""
+@pytest.mark.parametrize(("before", "after", "size"), [(1, 4, 1), (4, 1, 3), (3, 2, 2)])
+def test_every_sample_comes_on_other_ranks(tmp_path: Path, before: int, after: int, size: int) -> None:
+    """The first ranks and the next ones together take all samples; a few of a remainder come twice."""
 
     def begin(comm: Comm) -> list[int]:
         engine = engine_of(comm)
@@ -84,21 +85,21 @@ def test_on_other_ranks_every_sample_comes(tmp_path: Path, before: int, after: i
         engine.save_checkpoint(tmp_path)
         return flat(had)
 
-    def go_on(comm: Comm) -> list[int]:
+    def resume(comm: Comm) -> list[int]:
         engine = engine_of(comm, size=size)
         engine.load_checkpoint(tmp_path)
         return flat(numbers(engine.training_dataloader))
 
     had = flat(run_ranks(before, begin))
-    rest = flat(run_ranks(after, go_on))
+    rest = flat(run_ranks(after, resume))
     assert len(set(had)) == len(had) == 8 * before
     assert set(had) | set(rest) == set(range(SAMPLES))
-    # Padding that divides the data among the ranks, and what these could not divide of those that were had.
+    # Padding divides the data among the ranks, before and after.
     assert len(had) + len(rest) - SAMPLES <= (-SAMPLES % after) + len(had) % after
 
 
-def test_batches_fetched_ahead_are_not_had(tmp_path: Path) -> None:
-    """Workers are some batches ahead of training; the generator that the model draws from is left alone."""
+def test_batches_fetched_ahead_do_not_count(launched: Any) -> None:
+    """Workers are some batches ahead of training, and leave the generator alone that the model draws from."""
     one = engine_of()
     loader = make_dataloader(Numbers(), one, workers=2)
     state = torch.get_rng_state()
@@ -113,7 +114,7 @@ def test_batches_fetched_ahead_are_not_had(tmp_path: Path) -> None:
     assert numbers(again) == expected
 
 
-def test_workers_draw_the_same_in_a_later_epoch() -> None:
+def test_workers_draw_the_same_in_a_later_epoch(launched: Any) -> None:
     one = engine_of()
     data = Numbers(draws=True)
     loader = make_dataloader(data, one, workers=1)
@@ -129,7 +130,7 @@ def test_workers_draw_the_same_in_a_later_epoch() -> None:
 
 
 def test_an_epoch_that_a_script_sets(tmp_path: Path) -> None:
-    """A script may call `set_epoch`: of the epoch that was left the rest comes, of another all of it."""
+    """After `set_epoch`, the rest of the epoch that was left follows, and all of another."""
     one = engine_of()
     loader = one.training_dataloader
     loader.sampler.set_epoch(5)
@@ -145,7 +146,7 @@ def test_an_epoch_that_a_script_sets(tmp_path: Path) -> None:
         assert len(found) == length and (found == expected) == (epoch == 5)
 
 
-def test_other_data_begin_anew_and_it_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_other_data_begin_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     one = engine_of()
     numbers(islice(one.training_dataloader, 4))
     one.save_checkpoint(tmp_path)

@@ -1,4 +1,4 @@
-"""Weights for others: exported from checkpoints and from live engines, and what the commands print."""
+"""Exports of weights from checkpoints and from live engines, and the output of the commands."""
 
 from __future__ import annotations
 
@@ -11,14 +11,12 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
-from tests.checkpoint.harness import MODEL, Shape, on, save_from, state_of, train
+from tests.checkpoint.harness import BF16, MODEL, Shape, on, save_from, state_of, train
 
 import wherry
 from wherry.checkpoint.export import ModelWriter
 from wherry.cli import main
 from wherry.parallel.comm import Comm
-
-BF16 = {"bf16": {"enabled": True}}
 
 
 def exported(folder: Path) -> dict[str, torch.Tensor]:
@@ -31,21 +29,22 @@ def exported(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize("more", [{}, BF16], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("dtype", [None, "fp32", "bf16", "fp16"])
-def test_export(tmp_path: Path, more: dict[str, Any], dtype: str | None, capsys: pytest.CaptureFixture[str]) -> None:
+def test_export(tmp_path: Path, more: dict[str, Any], capsys: pytest.CaptureFixture[str]) -> None:
+    """Without --dtype an export has the working weights, with it the masters in that dtype."""
     states = save_from(Shape(3, 3, more=more), tmp_path / "in")
-    flags = ["--dtype", dtype] if dtype else []
-    assert main(["export", str(tmp_path / "in"), str(tmp_path / "out"), *flags, "--max-shard-size", "4KB"]) == 0
-    found = exported(tmp_path / "out")
-    assert set(found) == {name for name, _ in MODEL.named_parameters()}
-    for name, weight in found.items():
-        expected = states[f"{name}:master"] if dtype else states[f"{name}:working"]
-        if dtype:
-            expected = expected.to({"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[dtype])
-        assert torch.equal(weight.flatten(), expected), name
-    sizes = [path.stat().st_size for path in (tmp_path / "out").glob("*.safetensors")]
-    assert len(sizes) > 2 and max(sizes) < 4000 + 16384
-    assert "27 tensors" in capsys.readouterr().out
+    for dtype in (None, torch.float32, torch.bfloat16, torch.float16):
+        out = tmp_path / str(dtype)
+        name = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
+        flags = ["--dtype", name] if name else []
+        assert main(["export", str(tmp_path / "in"), str(out), *flags, "--max-shard-size", "2KB"]) == 0
+        found = exported(out)
+        assert set(found) == {name for name, _ in MODEL.named_parameters()}
+        for name, weight in found.items():
+            expected = states[f"{name}:master"].to(dtype) if dtype else states[f"{name}:working"]
+            assert weight.dtype == expected.dtype and torch.equal(weight.flatten(), expected), name
+        sizes = [path.stat().st_size for path in out.glob("*.safetensors")]
+        assert len(sizes) > 2 and max(sizes) < 2000 + 16384
+        assert "19 tensors" in capsys.readouterr().out
 
 
 def test_one_file_loads_with_its_tied_names(tmp_path: Path) -> None:
@@ -59,37 +58,32 @@ def test_one_file_loads_with_its_tied_names(tmp_path: Path) -> None:
     assert main(["export", str(tmp_path / "in"), str(tmp_path / "out")]) == 2, "it holds weights already"
 
 
-@pytest.mark.parametrize("shape", [Shape(1, 0), Shape(2, 1), Shape(3, 3), Shape(2, 3, more=BF16)], ids=str)
+@pytest.mark.parametrize("shape", [Shape(1, 0), Shape(2, 1), Shape(3, 3, more=BF16)], ids=str)
 def test_from_a_live_engine(tmp_path: Path, shape: Shape) -> None:
     def body(engine: Any, comm: Comm) -> Any:
         train(engine, comm, 2)
-        assert engine.save_16bit_model(tmp_path / "a")
-        assert engine.save_16bit_model(tmp_path / "a")
+        states = state_of(engine)
+        for _ in range(2):
+            assert engine.save_16bit_model(tmp_path / "a")
         engine.save_16bit_model(tmp_path / "b", "pytorch_model.bin")
         whole, precise = engine.consolidated_state_dict(), engine.consolidated_state_dict(torch.float32)
         assert (whole is None) == (comm.rank > 0)
-        train(engine, comm, 1, first=2)  # the engine goes on, and what was taken does not change
-        return whole, precise
+        train(engine, comm, 1, first=2)  # the engine goes on, and the weights that it gave do not change
+        return states, whole, precise
 
-    def states(engine: Any, comm: Comm) -> Any:
-        train(engine, comm, 2)
-        return state_of(engine)
-
-    whole, precise = on(shape, body)[0]
-    expected = on(shape, states)[0]
+    states, whole, precise = on(shape, body)[0]
     files = exported(tmp_path / "a")
     pickled = torch.load(tmp_path / "b" / "pytorch_model.bin", weights_only=True)
     assert list(whole) == [name for name, _ in MODEL.named_parameters(remove_duplicate=False)]
     for name, weight in files.items():
-        assert torch.equal(weight.flatten(), expected[f"{name}:working"])
+        assert torch.equal(weight.flatten(), states[f"{name}:working"])
         assert torch.equal(weight, whole[name]) and torch.equal(weight, pickled[name])
-        assert torch.equal(precise[name].flatten(), expected[f"{name}:master"])
+        assert torch.equal(precise[name].flatten(), states[f"{name}:master"])
     assert whole["head.weight"] is whole["embed.weight"]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
-def test_tiles_leave_as_the_layers_they_are_of(tmp_path: Path, ranks: int) -> None:
-    """Names, values and the sum of bytes are those of the model before it was tiled, on the way to files as well."""
+def test_tiles_are_exported_as_their_layers(tmp_path: Path) -> None:
+    """Names, values and the sum of bytes are those of the model before it was tiled, in files as well."""
     model = copy.deepcopy(MODEL)
     wherry.tile(model, max_bytes=700)
     assert any("tiles.1" in name for name, _ in model.named_parameters())
@@ -98,7 +92,7 @@ def test_tiles_leave_as_the_layers_they_are_of(tmp_path: Path, ranks: int) -> No
         engine.save_16bit_model(tmp_path, "model.safetensors")
         return engine.consolidated_state_dict(), engine.consolidated_state_dict(torch.float32)
 
-    whole, precise = on(Shape(ranks, 3), body, model=model)[0]
+    whole, precise = on(Shape(3, 3), body, model=model)[0]
     assert list(whole) == [name for name, _ in MODEL.named_parameters(remove_duplicate=False)]
     for name, weight in MODEL.state_dict().items():
         assert torch.equal(whole[name], weight) and torch.equal(precise[name], weight), name
@@ -107,6 +101,7 @@ def test_tiles_leave_as_the_layers_they_are_of(tmp_path: Path, ranks: int) -> No
     assert all(torch.equal(weight, whole[name]) for name, weight in files.items())
 
 
+@pytest.mark.long
 def test_transformers_loads_it(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
     config = transformers.GPT2Config(vocab_size=40, n_positions=8, n_embd=16, n_layer=2, n_head=2)
@@ -146,7 +141,7 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize("argv", [["export", "/nowhere", "out"], ["inspect", "/nowhere"], ["export", ".", "out"]])
-def test_mistakes_are_told_in_a_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 2
     assert capsys.readouterr().err.startswith("wherry: ")
 

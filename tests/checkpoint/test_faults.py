@@ -1,217 +1,257 @@
-"""Whatever happens while a checkpoint is written, the one before stays whole, and what is damaged is never loaded."""
+"""A save that fails at any event leaves the checkpoint before it whole, and a damaged checkpoint is never loaded."""
 
 from __future__ import annotations
 
+import errno
+import itertools
 import os
 import random
 import resource
+import shutil
 import signal
-import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
 from tests.checkpoint.harness import Shape, assert_same, load_into, on, save_from, state_of, train
-from tests.engine.test_processes import forks
+from tests.engine.harness import TinyLM, make_model, settings
 
+import wherry
 from wherry.checkpoint import folder as folders
 from wherry.checkpoint.checks import read_manifest
 from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.format import RankFiles
 from wherry.parallel.comm import Comm
 
-# Instants at which a training process is killed; WHERRY_KILLS asks for more.
-KILLS = int(os.environ.get("WHERRY_KILLS", "12"))
+ROOT = Path(__file__).parents[2]
+# Processes that are killed; WHERRY_KILLS asks for more.
+KILLS = int(os.environ.get("WHERRY_KILLS", "4"))
 
 
-def child(body: Callable[..., None], *arguments: Any) -> Any:
-    process = forks.Process(target=body, args=arguments, daemon=True)
-    process.start()
-    return process
+class DiskEvents:
+    """Count the calls that change a disk; once `left` are done, call `stop` in place of each that follows."""
+
+    CALLS = ("mkdir", "pwrite", "fsync", "rename", "replace", "unlink", "rmdir")
+
+    def __init__(self, patch: pytest.MonkeyPatch, stop: Callable[[], NoReturn]) -> None:
+        self.left: float = float("inf")
+        self.stopped = False
+        self._stop = stop
+        for name in self.CALLS:
+            patch.setattr(os, name, self._counted(getattr(os, name)))
+
+    def stop_after(self, events: float) -> None:
+        self.left, self.stopped = events, False
+
+    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def counted(*arguments: Any, **more: Any) -> Any:
+            self.left -= 1
+            if self.left < 0:
+                self.stopped = True
+                self._stop()
+            return call(*arguments, **more)
+
+        return counted
 
 
-def status_of(process: Any) -> int:
-    process.join(120)
-    return process.exitcode
+def raise_io_error() -> NoReturn:
+    raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def train_and_save(folder: Path, ready: Any, config: dict[str, Any]) -> None:
-    """Train for ever, one checkpoint a step. Each is promised once it has returned."""
+def kill_this_process() -> NoReturn:
+    os.kill(os.getpid(), signal.SIGKILL)
+    raise AssertionError
+
+
+@pytest.mark.parametrize("config", [{}, {"async_save": True}, {"keep_last": 1}], ids=str)
+def test_a_disk_that_stops_at_any_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
+) -> None:
+    """Repeat a save; each time one more event succeeds, and all that follow fail. The checkpoint before or the new one
+    is found whole, and the next save leaves nothing of the failed one."""
+    events = DiskEvents(monkeypatch, raise_io_error)
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    engine, *_ = wherry.initialize(
+        model=model, optimizer=optimizer, config=settings(0, more={"wherry": {"checkpoint": config}})
+    )
+    tag = None if config.get("keep_last") else "same"
+
+    def step() -> None:
+        engine.backward(engine(torch.ones(1, 2)).sum())
+        engine.step()
+
+    def save(folder: Path) -> None:
+        engine.save_checkpoint(folder, tag=tag)
+        engine.wait_for_checkpoint()
+
+    step()
+    save(tmp_path / "before")
+    step()
+    new = tag or "global_step2"
+    for count in itertools.count():
+        folder = shutil.copytree(tmp_path / "before", tmp_path / str(count))
+        events.stop_after(count)
+        try:
+            save(folder)
+            failed = False
+        except CheckpointError:
+            failed = True
+        stopped = events.stopped
+        events.stop_after(float("inf"))
+        found = folders.locate(folder, None)
+        assert found is not None, f"no checkpoint after {count} events"
+        manifest = read_manifest(folder / found)
+        assert folders.damage(folder / found, manifest) == []
+        assert manifest.step == 2 or stopped
+        assert failed or read_manifest(folder / new).step == 2
+        save(folder)
+        assert {path.name for path in folder.iterdir()} == {new, "latest"}
+        shutil.rmtree(folder)
+        if not stopped:
+            break
+    engine.close()
+    assert count > 15, "a save has fewer events than it must have"
+
+
+def train_until_killed(folder: str, config: str, events: str) -> None:
+    """Train without end, one checkpoint a step, and kill this process at an event of a save."""
     torch.set_num_threads(1)
+    counted = DiskEvents(pytest.MonkeyPatch(), kill_this_process)
 
     def body(engine: Any, comm: Comm) -> None:
         engine.load_checkpoint(folder)
-        ready.send(True)
+        counted.stop_after(int(events))
         while True:
             train(engine, comm, 1, first=engine.global_steps)
             engine.save_checkpoint(folder)
-            (folder / "done").write_text(str(engine.global_steps))
+            Path(folder, "done").write_text(str(engine.global_steps))
 
-    on(Shape(more={"wherry": {"checkpoint": config}}), body)
-
-
-def save_on_a_limited_disk(folder: Path, background: bool) -> None:
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
-    torch.set_num_threads(1)
-
-    def body(engine: Any, comm: Comm) -> None:
-        engine.load_checkpoint(folder)
-        train(engine, comm, 1)
-        with pytest.raises(CheckpointError, match=r"global_step3.*File too large"):
-            engine.save_checkpoint(folder)
-            engine.wait_for_checkpoint()
-        assert (folder / "latest").read_text() == "global_step2"
-
-    on(Shape(2, 2, more={"wherry": {"checkpoint": {"async_save": background}}}), body)
+    checkpoint = {"keep_last": 2, "async_save": config == "async"}
+    on(Shape(more={"wherry": {"checkpoint": checkpoint}}), body)
 
 
-def begin_and_die(folder: Path) -> None:
-    folders.Partial(folder, "global_step9")
-
-
-def die_between_two_renames(folder: Path) -> None:
-    rename = os.rename
-
-    def fatal(one: Any, other: Any) -> None:
-        rename(one, other)
-        if "replaced" in str(other):
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    os.rename = fatal
-    save_from(Shape(), folder, steps=4, tag="same")
-
-
-def train_undisturbed(folder: Path, steps: int) -> None:
-    torch.set_num_threads(1)
-    save_from(Shape(), folder, steps=steps)
-
-
-@pytest.mark.timeout(900)
-def test_a_process_killed_at_any_instant(tmp_path: Path) -> None:
-    """SIGKILL at random instants of training with saving, again and again over the same folder."""
+def test_a_process_killed_at_any_event(tmp_path: Path, forks: Any) -> None:
+    """Kill training again and again over the same folder; it ends where an undisturbed run does."""
     rng = random.Random(0)
+    server = forks.of("tests.checkpoint.test_faults")
+    done = tmp_path / "done"
     for kill in range(KILLS):
-        background = kill % 2 == 1
-        # A pipe has no lock that a killed process could keep.
-        ready, tell = forks.Pipe(duplex=False)
-        process = child(train_and_save, tmp_path, tell, {"keep_last": 2, "async_save": background})
-        assert ready.poll(60)
-        time.sleep(rng.uniform(0.0, 0.3))
-        assert process.is_alive()
-        process.kill()
-        process.join()
-        done = tmp_path / "done"
-        promised = int(done.read_text() or 0) if done.exists() else 0
-        found = folders.newest_whole(tmp_path)
-        step = read_manifest(tmp_path / found).step if found else 0
-        # What is written behind may be one step late.
-        assert step >= promised - background, f"checkpoint {promised} had been finished, and {step} is what is left"
-        done.unlink(missing_ok=True)
-    # What it all came to is what one undisturbed run gives.
+        config = "async" if kill % 2 else "sync"
+        code = "import sys; from tests.checkpoint.test_faults import train_until_killed as run; run(*sys.argv[1:])"
+        child = server.start(["-c", code, str(tmp_path), config, str(rng.randrange(20, 60))], folder=ROOT)
+        assert child.wait() == -signal.SIGKILL
+        newest = folders.newest_whole(tmp_path)
+        step = read_manifest(tmp_path / newest).step if newest else 0
+        finished = int(done.read_text() or 0) if done.exists() else 0
+        # A save behind training may be one step late.
+        assert step >= finished - (config == "async"), f"checkpoint {finished} was finished, and {step} is left"
+    done.unlink()
     path = folders.locate(tmp_path, None)
     assert path is not None
     steps = read_manifest(tmp_path / path).step
-    assert steps > 0
-    undisturbed = tmp_path / "undisturbed"
-    assert status_of(child(train_undisturbed, undisturbed, steps)) == 0
-    assert_same(load_into(Shape(2, 3), tmp_path), load_into(Shape(), undisturbed))
-    # What the killed processes had left half-written is cleaned; a folder with nothing in it may wait for a day.
-    assert not [found for found in tmp_path.iterdir() if found.name.startswith(".") and any(found.iterdir())]
+    assert steps >= KILLS // 2
+    assert_same(load_into(Shape(2, 3), tmp_path), save_from(Shape(), tmp_path / "undisturbed", steps=steps))
+    # An empty folder may wait for a day; every other half-written one is cleaned.
+    assert not [left for left in tmp_path.iterdir() if left.name.startswith(".") and any(left.iterdir())]
 
 
 def test_half_written_folders_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    save_from(Shape(), tmp_path)
-    assert status_of(child(begin_and_die, tmp_path)) == 0
-    left = next(found for found in tmp_path.iterdir() if "partial" in found.name)
+    save_from(Shape(), tmp_path, steps=0)
+    being_written = folders.Partial(tmp_path, "global_step9")
+    left = being_written.path
+    del being_written  # and its lock
     load_into(Shape(), tmp_path)
     assert not left.exists() and f"{left}: a checkpoint that was being written when its process ended" in caplog.text
 
 
-def test_what_is_being_written_stays(tmp_path: Path) -> None:
-    """As long as its writer lives, which its lock says; where there is none, until long after its last change."""
+def test_a_checkpoint_being_written_stays(tmp_path: Path) -> None:
+    """A lock protects it as long as its writer lives; without one, the time of its last change does."""
     states = save_from(Shape(), tmp_path, tag="same")
-    partial = folders.Partial(tmp_path, "same")
+    being_written = folders.Partial(tmp_path, "same")
     between = tmp_path / ".same.replaced.0123456789ab"
     (tmp_path / "same").rename(between)
-    older = tmp_path / ".mine.partial.a-machine~0123.1.1.0"  # as earlier versions named them
+    older = tmp_path / ".mine.partial.a-machine~0123.1.1.0"  # a name that earlier versions gave
     older.mkdir()
-    assert folders.clean(tmp_path) == [] and partial.path.exists() and between.exists()
+    assert folders.clean(tmp_path) == [] and being_written.path.exists() and between.exists()
     os.utime(older, (0, 0))
-    partial._unlock()
-    assert folders.clean(tmp_path) == [older, partial.path]
+    left = being_written.path
+    del being_written
+    assert folders.clean(tmp_path) == [older, left]
     assert_same(states, load_into(Shape(2, 2), tmp_path))
 
 
 @pytest.mark.parametrize("background", [False, True])
 def test_a_limit_of_the_size_of_files(tmp_path: Path, background: bool) -> None:
-    """A write that fails, as on a full disk: the save says so, and the one before stays."""
+    """A write that fails, as on a full disk, fails the save and leaves the checkpoint before it."""
     states = save_from(Shape(2, 2), tmp_path)
-    assert status_of(child(save_on_a_limited_disk, tmp_path, background)) == 0
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def body(engine: Any, comm: Comm) -> None:
+        engine.load_checkpoint(tmp_path)
+        train(engine, comm, 1)
+        comm.barrier()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1]))
+        with pytest.raises(CheckpointError, match=r"global_step3.*File too large"):
+            engine.save_checkpoint(tmp_path)
+            engine.wait_for_checkpoint()
+
+    try:
+        on(Shape(2, 2, more={"wherry": {"checkpoint": {"async_save": background}}}), body)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert {path.name for path in tmp_path.iterdir()} == {"global_step2", "latest"}
     assert_same(states, load_into(Shape(1, 0), tmp_path))
 
 
 def test_flipped_bytes_and_missing_files(tmp_path: Path) -> None:
-    older = save_from(Shape(2, 3), tmp_path, tag="older")
-    save_from(Shape(2, 3), tmp_path, steps=3, tag="newer")
+    older = save_from(Shape(2, 3), tmp_path, tag="older", steps=1)
+    save_from(Shape(2, 3), tmp_path, tag="newer")
     rng = random.Random(1)
     newer = tmp_path / "newer"
-    files = sorted(path for path in newer.iterdir())
+    files = sorted(newer.iterdir())
+    assert len(files) == 3
 
-    def attempt(engine: Any, comm: Comm) -> None:
-        before = state_of(engine)
-        with pytest.raises(CheckpointError) as error:
-            engine.load_checkpoint(tmp_path)
-        assert damaged in str(error.value) and "the newest whole one is older" in str(error.value)
-        assert_same(before, state_of(engine))  # bad input changes nothing
-
-    for trial in range(24):
-        path = files[trial % len(files)]
-        damaged = path.name
+    def damage(trial: int) -> None:
+        path, kind = files[trial % 3], trial // 3
         data = path.read_bytes()
-        if trial % 8 == 7:
+        if kind == 3:
             path.unlink()
-        elif trial % 8 == 6:
+        elif kind == 2:
             path.write_bytes(data[: rng.randrange(len(data))])
         else:
             place = rng.randrange(len(data))
             path.write_bytes(data[:place] + bytes([data[place] ^ (1 << rng.randrange(8))]) + data[place + 1 :])
-        on(Shape(1 + trial % 3, 2), attempt)
-        path.write_bytes(data)
-    assert_same(older, load_into(Shape(2, 1), tmp_path, tag="older"))
-    (tmp_path / "newer").rename(tmp_path / "elsewhere")
+
+    def body(engine: Any, comm: Comm) -> None:
+        before = state_of(engine)
+        for trial in range(12):
+            path = files[trial % 3]
+            if comm.rank == 0:
+                data = path.read_bytes()
+                damage(trial)
+            comm.barrier()
+            with pytest.raises(CheckpointError) as error:
+                engine.load_checkpoint(tmp_path)
+            assert path.name in str(error.value) and "the newest whole one is older" in str(error.value)
+            comm.barrier()
+            if comm.rank == 0:
+                path.write_bytes(data)
+        assert_same(before, state_of(engine))  # none has changed the engine
+
+    on(Shape(2, 2), body)
+    assert_same(older, load_into(Shape(), tmp_path, tag="older"))
+    newer.rename(tmp_path / "elsewhere")
     (tmp_path / "elsewhere" / "manifest.json").unlink()
-    damaged = "newer"
-    on(Shape(2, 2), attempt)
-
-
-def test_latest_is_missing_after_a_first_save(tmp_path: Path) -> None:
-    """The writer died between the name and the pointer."""
-    states = save_from(Shape(), tmp_path, save_latest=False)
-    assert not (tmp_path / "latest").exists()
-    assert_same(states, load_into(Shape(2, 1), tmp_path))
-
-
-def test_the_same_tag_again(tmp_path: Path) -> None:
-    save_from(Shape(), tmp_path, tag="same")
-    states = save_from(Shape(2, 3), tmp_path, steps=4, tag="same")
-    assert_same(states, load_into(Shape(), tmp_path))
-    assert {path.name for path in tmp_path.iterdir()} == {"same", "latest"}
-
-
-def test_killed_between_two_renames(tmp_path: Path) -> None:
-    states = save_from(Shape(), tmp_path, tag="same")
-
-    assert status_of(child(die_between_two_renames, tmp_path)) == -signal.SIGKILL
-    assert not (tmp_path / "same").exists()
-    assert_same(states, load_into(Shape(), tmp_path))
+    with pytest.raises(CheckpointError, match=r"newer.*the newest whole one is older"):
+        load_into(Shape(), tmp_path)
 
 
 def test_a_rank_that_is_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank's disk fails: all ranks hear of it, nothing of it stays, and the next save works."""
+    """One rank's disk fails: all ranks raise its error, nothing of the save stays, and the next one works."""
     states = save_from(Shape(3, 2), tmp_path)
     put = RankFiles.put_piece
 
@@ -249,30 +289,32 @@ def test_nothing_to_load(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> No
     assert "never holds no checkpoint: nothing is loaded" in caplog.text
 
 
-def test_a_latest_that_says_nothing_sensible(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    states = save_from(Shape(), tmp_path)
+def test_a_latest_that_names_no_checkpoint(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    states = save_from(Shape(), tmp_path, save_latest=False)
     latest = tmp_path / "latest"
-    for content, told in (
+    assert not latest.exists()
+    for content, error in (
         (b"\xff\xfe\x00", "latest is damaged"),
         (b"a/b", "latest is damaged: tag 'a/b'"),
         (b"global_step9", "global_step9: there is no such folder"),
     ):
         latest.write_bytes(content)
-        with pytest.raises(CheckpointError, match=f"{told}.*the newest whole one is global_step2: load it with tag="):
-            load_into(Shape(2, 1), tmp_path)
-    latest.write_bytes(b"")
-    assert_same(states, load_into(Shape(), tmp_path))
-    assert "no latest that names a checkpoint: the newest is global_step2" in caplog.text
-    # A lone checkpoint that cannot be read is not "none": training does not begin anew over it.
-    latest.unlink()
+        with pytest.raises(CheckpointError, match=f"{error}.*the newest whole one is global_step2: load it with tag="):
+            load_into(Shape(), tmp_path)
+    for content in (b"", None):
+        latest.unlink() if content is None else latest.write_bytes(content)
+        caplog.clear()
+        assert_same(states, load_into(Shape(2, 1), tmp_path))
+        assert "no latest that names a checkpoint: the newest is global_step2" in caplog.text
+    # A damaged checkpoint that is the only one is not "none": training must not begin anew over it.
     manifest = tmp_path / "global_step2" / "manifest.json"
     manifest.write_bytes(manifest.read_bytes()[:-9])
     with pytest.raises(CheckpointError, match=r"manifest\.json is damaged.*holds no other whole checkpoint"):
         load_into(Shape(), tmp_path)
 
 
-def test_folders_that_people_mean(tmp_path: Path) -> None:
-    """The checkpoint's own folder is as good as the one above it; a file is neither."""
+def test_the_folder_of_a_checkpoint_itself(tmp_path: Path) -> None:
+    """Load from the checkpoint's own folder as from the one above it; refuse a file."""
     states = save_from(Shape(), tmp_path / "all")
     assert_same(states, load_into(Shape(), tmp_path / "all" / "global_step2"))
     (tmp_path / "file").write_text("")
@@ -281,10 +323,14 @@ def test_folders_that_people_mean(tmp_path: Path) -> None:
             work(Shape(), tmp_path / "file")
 
 
-@pytest.mark.parametrize("tag", ["a/b", "..", "", ".hidden", "latest", "a ", "two\nlines"])
-def test_tags_that_are_no_names(tmp_path: Path, tag: str) -> None:
-    with pytest.raises(CheckpointError, match="expected the name of a folder"):
-        save_from(Shape(), tmp_path, steps=0, tag=tag)
+def test_tags_that_are_no_names(tmp_path: Path) -> None:
+    def body(engine: Any, comm: Comm) -> None:
+        for tag in ("a/b", "..", "", ".hidden", "latest", "a ", "two\nlines"):
+            with pytest.raises(CheckpointError, match="expected the name of a folder"):
+                engine.save_checkpoint(tmp_path, tag=tag)
+
+    on(Shape(), body)
+    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize("validation", ["WARN", "FAIL", "IGNORE"])
@@ -314,7 +360,7 @@ def test_keep_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"best", "global_step5", "global_step6", "latest"}
 
     def back(engine: Any, comm: Comm) -> None:
-        """From an earlier step on: what counts are steps, but for what has just been saved."""
+        """Go back to an earlier step: the highest steps stay, and so do those that are saved now."""
         engine.load_checkpoint(tmp_path, tag="best")
         for step in (2, 3):
             train(engine, comm, 1, first=step)
@@ -329,28 +375,29 @@ def test_keep_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
 
 def test_another_model_is_refused_before_anything_changes(tmp_path: Path) -> None:
-    from tests.engine.harness import TinyLM, make_model
-
     save_from(Shape(2, 2), tmp_path)
-    for other, told in (
-        (lambda: TinyLM(blocks=2), "which the model has not"),
-        (lambda: TinyLM(blocks=4), "it lacks blocks.3"),
-        (lambda: TinyLM(width=8), r"embed.weight has shape \(29, 16\) in the checkpoint and \(29, 8\) in the model"),
+    for size, error in (
+        ({"blocks": 1}, "which the model has not"),
+        ({"blocks": 3}, "it lacks blocks.2"),
+        (
+            {"blocks": 2, "width": 8},
+            r"embed.weight has shape \(29, 16\) in the checkpoint and \(29, 8\) in the model",
+        ),
     ):
 
-        def body(engine: Any, comm: Comm, told: str = told) -> None:
+        def body(engine: Any, comm: Comm, error: str = error) -> None:
             before = state_of(engine)
-            with pytest.raises(CheckpointError, match=told):
+            with pytest.raises(CheckpointError, match=error):
                 engine.load_checkpoint(tmp_path)
             assert_same(before, state_of(engine))
 
-        on(Shape(2, 3), body, model=make_model(other))  # type: ignore[arg-type]
+        on(Shape(1, 3), body, model=make_model(partial(TinyLM, **size)))
 
     def partly(engine: Any, comm: Comm) -> Any:
         engine.load_checkpoint(tmp_path, load_module_strict=False)
         return state_of(engine)
 
-    found = on(Shape(2, 3), partly, model=make_model(lambda: TinyLM(blocks=4)))[0]  # type: ignore[arg-type]
+    found = on(Shape(2, 3), partly, model=make_model(partial(TinyLM, blocks=3)))[0]
     expected = load_into(Shape(), tmp_path)
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 

@@ -1,4 +1,4 @@
-"""Ranks that write behind training hear of each other's failures at once, and never wait without an end."""
+"""Ranks that write behind training learn of each other's failures at once, and never wait without an end."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from wherry.checkpoint.format import RankFiles
 from wherry.checkpoint.save import FileRendezvous
 from wherry.parallel.comm import Comm
 
-# Longer than a test may take: what ends sooner has not waited for it.
+# Longer than a test may take, so that a test that ends has not waited for it.
 LONG = 3600.0
 
 
@@ -29,13 +29,13 @@ def come(folder: Path, ranks: int) -> list[FileRendezvous]:
 
 
 @pytest.mark.timeout(60)
-def test_who_came_and_who_gave_up(tmp_path: Path) -> None:
+def test_ranks_that_came_and_ranks_that_gave_up(tmp_path: Path) -> None:
     meetings = come(tmp_path, 3)
     for rank in (2, 0, 1):
         meetings[rank].report(f"part {rank}")
-    found: list[str] = []
-    meetings[0].gather(3, LONG, found.append)
-    assert found == ["part 0", "part 1", "part 2"]
+    parts: list[str] = []
+    meetings[0].gather(3, LONG, parts.append)
+    assert parts == ["part 0", "part 1", "part 2"]
     assert not list(tmp_path.iterdir())
     # Rank 1 has not come and never does; rank 2 has given up.
     meetings = come(tmp_path, 3)
@@ -60,7 +60,7 @@ def test_ranks_that_never_come_are_named(tmp_path: Path) -> None:
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("when", ["states", "record"])
 def test_a_disk_that_takes_nothing_new(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, when: str) -> None:
-    """From some moment on, rank 1 can create no file any more: not even one to say so."""
+    """Rank 1 can create no file any more, not even one that reports it."""
     states = save_from(Shape(3, 2), tmp_path)
     put, write_text = RankFiles.put, save.write_text
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "a disk")
@@ -89,7 +89,7 @@ def test_a_disk_that_takes_nothing_new(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 def test_a_rank_that_never_finishes_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rank 1's writing stands still until rank 0 has given up."""
+    """Rank 1 writes nothing until rank 0 has given up."""
     put, gather = RankFiles.put, FileRendezvous.gather
     given_up = threading.Event()
 

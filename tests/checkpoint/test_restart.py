@@ -1,4 +1,4 @@
-"""A rank of a launched run is killed, and training goes on with fewer, as if nothing had been."""
+"""Training resumes on fewer ranks after one was killed, with the losses of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import psutil
 import pytest
-from tests.cli.programs import gone, start, wait_for
 
 from wherry.checkpoint.checks import read_manifest
 from wherry.train.job import main
@@ -39,28 +38,28 @@ def rank_of(process: psutil.Process) -> str | None:
 
 
 def kill_rank(launcher: Any, rank: int) -> list[int]:
-    """SIGKILL one; the process ids of all."""
+    """Kill one rank; returns the process ids of all."""
     ranks = {rank_of(child): child for child in psutil.Process(launcher.pid).children(recursive=True)}
     ranks[str(rank)].send_signal(signal.SIGKILL)
     return [child.pid for child in ranks.values()]
 
 
 @pytest.mark.timeout(240)
-def test_on_one_rank_after_one_of_two_was_killed(tmp_path: Path) -> None:
+def test_on_one_rank_after_one_of_two_was_killed(tmp_path: Path, launched: Any) -> None:
     (tmp_path / "text.txt").write_bytes(bytes(range(32, 126)) * 40)
     run = tmp_path / "run"
     saving = ["--run-dir", str(run), "--save-interval", "2", "--keep-last", "2"]
-    launcher = start("train", *flags(tmp_path, 2, 4000), "--nproc", "2", *saving, OMP_NUM_THREADS="1")
+    launcher = launched.start("train", *flags(tmp_path, 2, 4000), "--nproc", "2", *saving, OMP_NUM_THREADS="1")
     latest = run / "checkpoints" / "latest"
-    wait_for(lambda: latest.exists() or launcher.poll() is not None, 120)
+    launched.wait_for(lambda: latest.exists() or launcher.poll() is not None, 120)
     assert launcher.poll() is None, launcher.communicate()[0]
     pids = kill_rank(launcher, 1)
-    told, _ = launcher.communicate(timeout=120)
-    assert launcher.returncode == 128 + signal.SIGKILL, told
-    assert "rank 1 was ended by SIGKILL" in told and gone(pids)
+    output, _ = launcher.communicate(timeout=120)
+    assert launcher.returncode == 128 + signal.SIGKILL, output
+    assert "rank 1 was ended by SIGKILL" in output and launched.gone(pids)
     step = read_manifest(run / "checkpoints" / latest.read_text()).step
     done = losses(run)
-    # The flags say nothing of the batch now: a step keeps its samples.
+    # Without a flag for the batch, a step keeps its number of samples.
     again = flags(tmp_path, 1, step + 6)
     again = again[: again.index("--batch-size")]
     assert main([*again, *saving, "--resume", "auto"]) == 0

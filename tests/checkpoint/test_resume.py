@@ -1,4 +1,4 @@
-"""Resuming is exact: 20 steps are 10, a save, a new engine, and 10 more, bit for bit."""
+"""Resuming is exact: some steps, a save, a new engine, and more steps are all those steps, bit for bit."""
 
 from __future__ import annotations
 
@@ -23,32 +23,26 @@ from wherry.update.optimizer import Lion
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 3}}
 BF16 = {"bf16": {"enabled": True}}
 CLIPPED = {"gradient_clipping": 0.5}
+STEPS = 4  # on each side of the save
 
 
-STRAIGHT: dict[str, Any] = {}
-
-
-def twenty(shape: Shape, **more: Any) -> Any:
+def straight(shape: Shape, **more: Any) -> Any:
     def body(engine: Any, comm: Comm) -> Any:
-        return train(engine, comm, 20, accumulation=shape.accumulation), state_of(engine)
+        return train(engine, comm, 2 * STEPS), state_of(engine)
 
-    # Once for all that are compared with it.
-    key = repr((shape, more))
-    if key not in STRAIGHT:
-        STRAIGHT[key] = on(shape, body, **more)[0]
-    return STRAIGHT[key]
+    return on(shape, body, **more)[0]
 
 
-def ten_and_ten(folder: Path, first: Shape, second: Shape, **more: Any) -> Any:
+def resumed(folder: Path, first: Shape, second: Shape, **more: Any) -> Any:
     def begin(engine: Any, comm: Comm) -> list[float]:
-        losses = train(engine, comm, 10, accumulation=first.accumulation)
+        losses = train(engine, comm, STEPS)
         engine.save_checkpoint(folder)
         return losses
 
     def go_on(engine: Any, comm: Comm) -> Any:
         path, _ = engine.load_checkpoint(folder)
         assert path is not None
-        return train(engine, comm, 10, first=10, accumulation=second.accumulation), state_of(engine)
+        return train(engine, comm, STEPS, first=STEPS), state_of(engine)
 
     losses = on(first, begin, **more)[0]
     rest, states = on(second, go_on, **more)[0]
@@ -60,66 +54,33 @@ def assert_exact(one: Any, other: Any) -> None:
     assert_same(one[1], other[1])
 
 
-@pytest.mark.parametrize("more", [{}, BF16, FP16, CLIPPED], ids=["fp32", "bf16", "fp16", "clipped"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_twenty_is_ten_and_ten(tmp_path: Path, stage: int, more: dict[str, Any]) -> None:
-    shape = Shape(2, stage, more=more)
-    assert_exact(twenty(shape), ten_and_ten(tmp_path, shape, shape))
-
-
-@pytest.mark.parametrize(("before", "after"), [(0, 3), (3, 1), (2, 0), (1, 2)])
-def test_through_a_change_of_stage(tmp_path: Path, before: int, after: int) -> None:
-    assert_exact(twenty(Shape(2, before)), ten_and_ten(tmp_path, Shape(2, before), Shape(2, after)))
-
-
-def way(tier: str, policy: str, folder: Path, more: dict[str, Any]) -> Shape:
-    """States on a tier, updated by a policy; in bf16 with whole masters, as a split one rounds otherwise."""
-    where: dict[str, Any] = {"device": tier}
-    if tier == "nvme":
-        where["nvme_path"] = str(folder)
-    zero = {"stage": 3} if tier == "device" else {"stage": 3, "offload_optimizer": where, "offload_param": where}
-    return Shape(2, 3, more={**more, "zero_optimization": zero, "wherry": {"update_policy": policy, "master": "whole"}})
-
-
-@pytest.mark.parametrize("more", [{}, BF16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
-    ("before", "after"),
-    [
-        (("device", "at_step"), ("nvme", "before_use")),
-        (("nvme", "in_backward"), ("cpu", "at_step")),
-        (("cpu", "before_use"), ("device", "in_backward")),
-    ],
-    ids=lambda given: "-".join(given),
+    ("before", "after", "more"),
+    [(0, 3, FP16), (3, 1, BF16), (1, 2, CLIPPED), (2, 0, {})],
+    ids=["fp16", "bf16", "clipped", "fp32"],
 )
-def test_through_a_change_of_tier_and_policy(
-    tmp_path: Path, before: tuple[str, str], after: tuple[str, str], more: dict[str, Any]
+def test_a_resumed_run_has_the_bits_of_a_straight_one(
+    tmp_path: Path, before: int, after: int, more: dict[str, Any]
 ) -> None:
-    first, second = (way(*given, tmp_path, more) for given in (before, after))
-    straight = twenty(way("device", "at_step", tmp_path, more))
-    assert_exact(straight, ten_and_ten(tmp_path / "saved", first, second))
+    first, second = (Shape(2, stage, more=more) for stage in (before, after))
+    assert_exact(straight(first), resumed(tmp_path, first, second))
 
 
+# Those whose states are of other kinds than those of the optimizers in tests/life.py.
 OPTIMIZERS = {
-    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1),
+    "dampened SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1),
     "plain SGD": lambda p: torch.optim.SGD(p, lr=0.1),
-    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=1e-2, initial_accumulator_value=0.1),
     "Lion": lambda p: Lion(p, lr=1e-3),
-    "AMSGrad": lambda p: torch.optim.Adam(p, lr=1e-3, amsgrad=True),
-    "RMSprop": lambda p: torch.optim.RMSprop(p, lr=1e-3, momentum=0.9, centered=True),
     "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
-    "RAdam": lambda p: torch.optim.RAdam(p, lr=1e-3),
     "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2, t0=3),
-    "Adamax": lambda p: torch.optim.Adamax(p, lr=1e-3),
-    "Adadelta": lambda p: torch.optim.Adadelta(p, lr=1.0),
     "Rprop": lambda p: torch.optim.Rprop(p, lr=1e-3),
 }
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_every_optimizer(tmp_path: Path, name: str) -> None:
+def test_every_kind_of_state(tmp_path: Path, name: str) -> None:
     make = OPTIMIZERS[name]
-    whole = twenty(Shape(2, 2), optimizer=make)
-    assert_exact(whole, ten_and_ten(tmp_path, Shape(2, 2), Shape(2, 3), optimizer=make))
+    assert_exact(straight(Shape(2, 2), optimizer=make), resumed(tmp_path, Shape(2, 2), Shape(2, 3), optimizer=make))
 
 
 def micro_batches(engine: Any, comm: Comm, first: int, last: int) -> None:
@@ -131,7 +92,7 @@ def micro_batches(engine: Any, comm: Comm, first: int, last: int) -> None:
 NOT_IN_IT = "{} of the {} micro-batches of this accumulation window have run, and are not in it: it is of the last"
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_within_a_window_it_is_of_the_last_update(tmp_path: Path, caplog: pytest.LogCaptureFixture, stage: int) -> None:
     """Saved after 5 micro-batches of windows of 3: the window begins anew, also on other ranks with another one."""
     shape = Shape(2, stage, 3)

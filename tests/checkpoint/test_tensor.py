@@ -1,4 +1,4 @@
-"""Tensor-parallel ranks save what they have cut as slices of whole tensors: it loads on any number of either kind."""
+"""Checkpoints of tensor-parallel ranks, which save what they cut as slices of whole tensors, load on any mesh."""
 
 from __future__ import annotations
 
@@ -7,99 +7,71 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from tests.checkpoint.harness import assert_same, state_of, train
+from tests.checkpoint.harness import BF16, Shape, assert_same, load_into, on, save_from, state_of, train
 from tests.engine.harness import adamw, make_model, settings
 from tests.parallel.handmade import Model
 
 import wherry
 from wherry.checkpoint.errors import CheckpointError
+from wherry.parallel.comm import Comm
 from wherry.parallel.topology import Topology
 from wherry.testing import run_grid
 
-MODEL = make_model(Model)
-# Data and tensor ranks, and the stage.
-Grid = tuple[int, int, int]
-GRIDS: list[Grid] = [(1, 1, 0), (2, 1, 3), (1, 2, 2), (2, 2, 0), (2, 2, 1), (2, 2, 2), (2, 2, 3), (1, 4, 3)]
-BF16 = {"bf16": {"enabled": True}}
+
+def one_block() -> Model:
+    return Model(blocks=1)
 
 
-def on(grid: Grid, body: Any, more: Any = None) -> list[Any]:
-    """Run `body(engine, place)` on every rank of a grid; the model is cut where there are tensor ranks."""
-    data, tensor, stage = grid
-
-    def rank(place: Topology) -> Any:
-        mine: Any = copy.deepcopy(MODEL)
-        if tensor > 1:
-            mine.cut(place.tensor)
-        engine, *_ = wherry.initialize(
-            model=mine, optimizer=adamw(mine.parameters()), mesh=place, config=settings(stage, 1, more=more)
-        )
-        try:
-            return body(engine, place)
-        finally:
-            engine.close()
-
-    return run_grid(rank, data=data, tensor=tensor)
+MODEL: Any = make_model(one_block)
 
 
-def trained(grid: Grid, folder: Path, more: Any = None) -> dict[str, torch.Tensor]:
-    def body(engine: Any, place: Topology) -> dict[str, torch.Tensor]:
-        train(engine, place.data, 2)
-        engine.save_checkpoint(folder)
-        return state_of(engine)
-
-    return on(grid, body, more)[0]
-
-
-def loaded(grid: Grid, folder: Path, again: Path | None = None, more: Any = None) -> dict[str, torch.Tensor]:
-    """The states after a load; saved anew into `again`."""
-
-    def body(engine: Any, place: Topology) -> dict[str, torch.Tensor]:
-        path, _ = engine.load_checkpoint(folder)
-        assert path is not None and engine.global_steps == 2
-        if again is not None:
-            engine.save_checkpoint(again)
-        return state_of(engine)
-
-    found = on(grid, body, more)
-    for other in found[1:]:
-        assert_same(found[0], other)
-    return found[0]
+def grid(data: int, tensor: int, stage: int, more: Any = None) -> Shape:
+    return Shape(data, stage, more=more or {}, tensor=tensor)
 
 
 @pytest.mark.parametrize(
-    ("source", "more"), [*((grid, None) for grid in GRIDS), ((2, 2, 3), BF16), ((1, 1, 0), BF16)], ids=str
+    ("source", "target"),
+    [
+        (grid(2, 2, 3), grid(1, 1, 0)),
+        (grid(1, 1, 0, BF16), grid(2, 2, 2, BF16)),
+        (grid(1, 4, 2), grid(2, 2, 0)),
+        (grid(2, 1, 3), grid(1, 4, 1)),
+    ],
+    ids=str,
 )
-def test_every_grid_loads_every_other(tmp_path: Path, source: Grid, more: Any) -> None:
-    states = trained(source, tmp_path, more)
-    assert states["blocks.1.up.weight:master"].shape == (64 * 16,)
-    for target in GRIDS:
-        assert_same(states, loaded(target, tmp_path, more=more))
+def test_any_mesh_to_any(tmp_path: Path, source: Shape, target: Shape) -> None:
+    states = save_from(source, tmp_path, model=MODEL)
+    assert states["blocks.0.up.weight:master"].shape == (64 * 16,)
+    assert_same(states, load_into(target, tmp_path, model=MODEL))
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-def test_there_and_back_goes_on_as_if_nothing_had_been(tmp_path: Path, stage: int) -> None:
-    """Four steps of 2 x 2 are two, a load on one rank, a save there, a load on 2 x 2, and two more."""
-    grid = (2, 2, stage)
+def test_training_through_another_mesh_is_exact(tmp_path: Path) -> None:
+    """Three steps of 2 x 2 equal two, a load and a save on one rank, a load on 2 x 2, and one more."""
 
-    def whole(engine: Any, place: Topology) -> Any:
-        return train(engine, place.data, 4), state_of(engine)
+    def begin(engine: Any, comm: Comm) -> Any:
+        train(engine, comm, 2)
+        engine.save_checkpoint(tmp_path / "there")
+        return train(engine, comm, 1, first=2), state_of(engine, everywhere=False)
 
-    def go_on(engine: Any, place: Topology) -> Any:
+    def pass_on(engine: Any, comm: Comm) -> None:
+        engine.load_checkpoint(tmp_path / "there")
+        engine.save_checkpoint(tmp_path / "back")
+
+    def resume(engine: Any, comm: Comm) -> Any:
         engine.load_checkpoint(tmp_path / "back")
-        return train(engine, place.data, 2, first=2), state_of(engine)
+        assert engine.global_steps == 2
+        return train(engine, comm, 1, first=2), state_of(engine, everywhere=False)
 
-    states = trained(grid, tmp_path / "there")
-    assert_same(states, loaded((1, 1, 0), tmp_path / "there", tmp_path / "back"))
-    expected, found = on(grid, whole)[0], on(grid, go_on)[0]
-    assert found[0] == expected[0][2:]
-    assert_same(found[1], expected[1])
+    losses, states = on(grid(2, 2, 3), begin, model=MODEL)[0]
+    on(grid(1, 1, 0), pass_on, model=MODEL)
+    resumed = on(grid(2, 2, 3), resume, model=MODEL)[0]
+    assert resumed[0] == losses
+    assert_same(resumed[1], states)
 
 
-def test_a_cut_along_an_unknown_dim_has_no_place(tmp_path: Path) -> None:
+def test_a_cut_along_an_unknown_dim_is_refused(tmp_path: Path) -> None:
     def rank(place: Topology) -> None:
-        mine: Any = copy.deepcopy(MODEL)
+        mine = copy.deepcopy(MODEL)
         mine.cut(place.tensor, dim_is_known=False)
         engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), mesh=place, config=settings(2))
         engine.save_checkpoint(tmp_path)

@@ -1,4 +1,4 @@
-"""Programs that the launcher's tests start, and how they start them."""
+"""Start commands and programs: in an interpreter of their own, or in a fork of one that has torch."""
 
 import atexit
 import contextlib
@@ -21,17 +21,17 @@ WHERE = str(Path(wherry_itself.__file__).parents[1])
 
 
 def environment(**extra):
-    """This environment without what a launcher or a test runner may have left in it."""
+    """This environment without variables of a launcher, and without those that make commands behave otherwise."""
     ours = {
         k: v for k, v in os.environ.items() if not k.startswith(("PET_", "TORCHELASTIC")) and k != "OMP_NUM_THREADS"
     }
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOGLEVEL", "HF_TOKEN"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOGLEVEL", "HF_TOKEN", "PYTHONUNBUFFERED"):
         ours.pop(name, None)
     return {**ours, "PYTHONPATH": WHERE, **extra}
 
 
 def wherry(*arguments, cwd=None, timeout=90, **extra):
-    """Run `wherry ARGUMENTS` to its end."""
+    """Run `wherry ARGUMENTS` to its end in an interpreter of its own, as are those of its ranks."""
     return subprocess.run(
         [sys.executable, "-m", "wherry", *map(str, arguments)],
         cwd=cwd, env=environment(**extra), capture_output=True, text=True, timeout=timeout,
@@ -42,29 +42,35 @@ def wherry(*arguments, cwd=None, timeout=90, **extra):
 def _launchers():
     from tests.forks import ENGINE, Forks
 
-    forks = Forks(*ENGINE, "torch.distributed.run", "torch.distributed.launcher.api", "wherry.cli.run")
+    modules = ("torch.distributed.run", "torch.distributed.launcher.api", "wherry.cli.run", "wherry.train.job")
+    forks = Forks(*ENGINE, *modules, forked_ranks=True)
     atexit.register(forks.close)
     return forks
 
 
+WHERRY = ("-c", "import sys; from wherry.cli import main; sys.exit(main())")
+
+
 def launched(*arguments, **how):
-    """As `wherry`, by a launcher that is a fork: one of its own would first import torch, which takes longer than what
-    most tests have it do. The ranks are processes of their own."""
-    return forked("-c", "import sys; from wherry.cli import main; sys.exit(main())", *arguments, **how)
+    """Run `wherry ARGUMENTS` to its end in a fork, as are its ranks: importing torch takes longer than most tests."""
+    return forked(*WHERRY, *arguments, **how)
 
 
 def forked(*command, cwd=None, timeout=90, **extra):
     """Run a script, or the code after -c, in a fork of a process that has imported torch's launcher."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as errors:
-        command = list(map(str, command))
-        launcher = _launchers().start(
-            command, stdout=out, stderr=errors, env=environment(**extra), folder=cwd or Path.cwd()
-        )
+        launcher = start_fork(*command, cwd=cwd, stdout=out, stderr=errors, **extra)
         try:
             launcher.wait(timeout)
         finally:
             launcher.kill()
         return subprocess.CompletedProcess(command, launcher.wait(), *map(_text_of, (out, errors)))
+
+
+def start_fork(*command, cwd=None, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **extra):
+    """Start a script, or the code after -c, in such a fork, and let it run."""
+    words = list(map(str, command))
+    return _launchers().start(words, stdout=stdout, stderr=stderr, env=environment(**extra), folder=cwd or Path.cwd())
 
 
 def _text_of(file):
@@ -73,7 +79,7 @@ def _text_of(file):
 
 
 def start(*arguments, cwd=None, **extra):
-    """Start `wherry ARGUMENTS` and let it run."""
+    """Start `wherry ARGUMENTS` in an interpreter of its own and let it run."""
     return subprocess.Popen(
         [sys.executable, "-m", "wherry", *map(str, arguments)],
         cwd=cwd, env=environment(**extra), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
@@ -151,10 +157,18 @@ def free_port():
     return _ports().next()
 
 
+# Runs the command on this machine. Forked launchers run it in a fork.
+SSH = """#!/bin/sh
+echo "$1" >> "$(dirname "$0")/reached"
+shift
+exec sh -c "$*"
+"""
+
+
 def fleet(folder):
     """Flags for two hosts of one slot each, both of them this machine behind a false ssh."""
     ssh = folder / "ssh"
-    ssh.write_text(f'#!/bin/sh\necho "$1" >> {folder}/reached\nshift\nexec sh -c "$*"\n')
+    ssh.write_text(SSH)
     ssh.chmod(0o700)
     hostfile = folder / "hosts"
     hostfile.write_text("# two machines\nalpha slots=1\n\nbeta slots=2  # one is left out below\n")

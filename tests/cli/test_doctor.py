@@ -1,4 +1,4 @@
-"""What `wherry doctor` says: each thing amiss of a machine comes with what to do about it."""
+"""`wherry doctor`: each finding that is not fine has its advice."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import shutil
 import sys
 from collections import namedtuple
 from importlib import metadata
-from pathlib import Path
 
 import pytest
 import torch
@@ -28,14 +27,12 @@ def findings() -> dict[str, Finding]:
 
 @pytest.fixture
 def roomy(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that others may have taken by now is no fault of this machine."""
+    """Pretend free memory, which other processes may have taken."""
     seen = HostMemory(resident=0, peak=0, available=8 << 30, total=16 << 30)
     monkeypatch.setattr(memory, "host_memory", lambda: seen)
 
 
-def test_this_machine_is_fit(
-    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, roomy: None
-) -> None:
+def test_this_machine_is_fit(capsys, tmp_path, monkeypatch, roomy):
     monkeypatch.chdir(tmp_path)
     assert main(["doctor", "--json"]) == 0
     found = {finding["name"]: finding for finding in json.loads(capsys.readouterr().out)}
@@ -46,9 +43,7 @@ def test_this_machine_is_fit(
     assert all(finding["advice"] for finding in found.values() if finding["verdict"] == NOTE)
 
 
-def test_a_failing_check_is_a_problem(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], roomy: None
-) -> None:
+def test_a_failing_check_is_a_problem(monkeypatch, capsys, roomy):
     monkeypatch.setenv("WHERRY_ISA", "z80")
     problems = {name: finding for name, finding in findings().items() if finding.verdict == PROBLEM}
     assert problems.keys() == {"native core", "disk I/O here"}
@@ -57,7 +52,7 @@ def test_a_failing_check_is_a_problem(
     assert "2 problems." in capsys.readouterr().out
 
 
-def test_what_updates_states_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_updates_states_on_the_host(monkeypatch):
     isas = native.available_isas()
     monkeypatch.delenv("WHERRY_ISA", raising=False)
     if len(isas) > 1:
@@ -72,7 +67,7 @@ def test_what_updates_states_on_the_host(monkeypatch: pytest.MonkeyPatch) -> Non
     assert fallback.advice.startswith("WHERRY_ISA=torch asks for the torch fallback; meanwhile updates on the host run")
 
 
-def test_what_the_system_is_short_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_system_is_short_of(monkeypatch):
     seen = HostMemory(resident=0, peak=0, available=900 * MIB, total=1000 * MIB)
     monkeypatch.setattr(memory, "host_memory", lambda: seen)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1000 * MIB, 0, 900 * MIB))
@@ -86,7 +81,7 @@ def test_what_the_system_is_short_of(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "900.0 MiB free" in found["disk space here"].found
 
 
-def test_versions_that_are_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_versions_that_are_too_old(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.8.1")
     assert doctor._torch("it").verdict == NOTE and "2.9 to 2.14" in doctor._torch("it").advice
 
@@ -102,8 +97,8 @@ def test_versions_that_are_too_old(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["accelerate"].verdict == OK and found["not installed"].found == "trl; none is needed"
 
 
-def test_gpus_that_lack_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a torch for GPUs, as far as it can be told of one that is not there."""
+def test_gpus_that_lack_something(monkeypatch):
+    """Pretend a torch for GPUs, without any."""
     Device = namedtuple("Device", "name total_memory")
     monkeypatch.setattr(torch.version, "cuda", "12.6")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -120,14 +115,14 @@ def test_gpus_that_lack_something(monkeypatch: pytest.MonkeyPatch) -> None:
     assert doctor._collectives("it").verdict == PROBLEM and "nccl" in doctor._collectives("it").advice
 
 
-def test_devices_that_are_not_cudas(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_that_are_not_cudas(monkeypatch):
     monkeypatch.setattr("wherry.plan.rates.gpus_here", lambda: [torch.device("xpu", index) for index in range(2)])
     monkeypatch.setattr(torch.xpu, "get_device_name", lambda device: f"Card {device.index}")
     monkeypatch.setattr(torch.xpu, "mem_get_info", lambda device: (0, device.index << 30))
     assert doctor._gpu("it") == Finding("it", "Card 0, Card 1 with 1.0 GiB; torch for xpu")
 
 
-def test_a_machine_without_torch_is_looked_at_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machine_without_torch_is_looked_at_all_the_same(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     found = findings()
     assert found["torch"].verdict == PROBLEM and "pip install torch" in found["torch"].advice
@@ -135,7 +130,7 @@ def test_a_machine_without_torch_is_looked_at_all_the_same(monkeypatch: pytest.M
     assert {"host memory", "disk space here"} <= found.keys()
 
 
-def test_what_makes_states_on_the_host_and_the_disk_slower(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_makes_states_on_the_host_and_the_disk_slower(monkeypatch, tmp_path):
     for node in ("node0", "node1"):
         (tmp_path / node).mkdir()
         (tmp_path / node / "cpulist").write_text("0-7\n")
@@ -151,7 +146,7 @@ def test_what_makes_states_on_the_host_and_the_disk_slower(monkeypatch: pytest.M
     assert found["huge pages"].found == "never" and "madvise" in found["huge pages"].advice
 
 
-def test_a_wherry_that_nobody_installed_is_told_in_a_line(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wherry_that_nobody_installed_is_told_in_a_line(monkeypatch):
     def requires(name: str) -> None:
         raise metadata.PackageNotFoundError(name)
 

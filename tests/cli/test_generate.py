@@ -1,4 +1,4 @@
-"""`wherry generate`: what a model writes, wherever its weights rest; which place it chooses; and what it refuses."""
+"""`wherry generate`: its text, wherever weights rest; its choice of a place; and its errors."""
 
 from __future__ import annotations
 
@@ -11,15 +11,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.engine.test_processes import Pool
 from tests.train.exported import SHAPE, ours_of, saved
-
-pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 
 from wherry.cli import generate, main, supervise
 from wherry.cli.sampling import Stream, prompts
@@ -32,6 +30,7 @@ from wherry.tiers import host, streams
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run, with a model that has more rows than there are bytes."""
+    pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
     folder = tmp_path_factory.mktemp("run")
     saved(folder / "checkpoints", heads=3)
     (folder / "config.json").write_text("{}")  # the run's own
@@ -45,7 +44,7 @@ def exported(run: Path) -> Path:
 
 
 def likeliest(run: Path, prompt: str, count: int) -> str:
-    """What our own model writes, a byte at a time, from the last half of its positions where these end."""
+    """Generate by our own model, a byte at a time; where its positions end, go on from the last half of them."""
     model, ids = ours_of(run), list(prompt.encode())
     seen = ids
     with torch.no_grad():
@@ -59,7 +58,7 @@ def likeliest(run: Path, prompt: str, count: int) -> str:
 
 @contextmanager
 def given_input(data: bytes) -> Iterator[None]:
-    """Standard input holds these bytes."""
+    """Replace standard input by these bytes."""
     before = os.dup(0)
     read, write = os.pipe()
     os.write(write, data)
@@ -76,10 +75,8 @@ def given_input(data: bytes) -> Iterator[None]:
 GREEDY = ["--temperature", "0", "--max-new-tokens", "40"]
 
 
-def test_it_writes_what_the_model_says(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """From a run's folder: the export is gone afterwards. Beyond its positions, and with none of its other rows."""
+def test_text_is_that_of_the_likeliest_bytes(run, tmp_path, monkeypatch, capsys):
+    """Generate from a run's folder, whose export is removed, past the last position, and without rows beyond bytes."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert main(["generate", str(run), "ab", *GREEDY]) == 0
     said = capsys.readouterr()
@@ -93,21 +90,14 @@ def test_it_writes_what_the_model_says(
 @pytest.mark.parametrize(
     "flags", [["--offload-param", "cpu"], ["--offload-param", "nvme", "--nvme-path", "disk"]], ids=["cpu", "nvme"]
 )
-def test_wherever_the_weights_rest(
-    run: Path,
-    exported: Path,
-    flags: list[str],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_wherever_the_weights_rest(run, exported, flags, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["generate", str(exported), "ab", *GREEDY, *flags]) == 0
     assert capsys.readouterr().out == likeliest(run, "ab", 40) + "\n"
 
 
 def as_rank(rank: int, flags: list[str], typed: bytes) -> str:
-    """What a rank shows; its input is rank 0's to read."""
+    """Generate on one rank of several and return what it prints; rank 0 alone reads its input."""
     from wherry.cli.sampling import write
 
     with given_input(typed if rank == 0 else b"none of it"), redirect_stdout(io.StringIO()) as shown:
@@ -115,25 +105,19 @@ def as_rank(rank: int, flags: list[str], typed: bytes) -> str:
     return shown.getvalue()
 
 
-def test_ranks_write_one_text_for_each_line(
-    run: Path, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # What the launcher is told.
-    told: list[Any] = []
-    monkeypatch.setattr(supervise, "launch", lambda arguments: told.append(arguments) or 0)
+def test_ranks_write_one_text_for_each_line(run, exported, monkeypatch, warm):
+    # The arguments of the launcher.
+    launches: list[Any] = []
+    monkeypatch.setattr(supervise, "launch", lambda arguments: launches.append(arguments) or 0)
     assert main(["generate", str(exported), *GREEDY, "--nproc", "2", "--seed", "7"]) == 0
-    assert (told[0].nproc_per_node, told[0].training_script) == ("2", "wherry.cli.sampling")
-    words = told[0].training_script_args
-    # What each rank does.
-    pool = Pool(2)
-    try:
-        shown = pool.run(as_rank, words, b"ab\nc\n\nnot read\n")
-    finally:
-        pool.close()
+    assert (launches[0].nproc_per_node, launches[0].training_script) == ("2", "wherry.cli.sampling")
+    words = launches[0].training_script_args
+    # What each rank shows.
+    shown = warm(2).run(as_rank, words, b"ab\nc\n\nnot read\n")
     assert shown == [f"{likeliest(run, 'ab', 40)}\n{likeliest(run, 'c', 40)}\n", ""]
 
 
-def test_the_same_seed_draws_the_same(exported: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_same_seed_draws_the_same(exported, capsys):
     texts = []
     for seed, *flags in (["1"], ["1"], ["2"], ["1", "--top-k", "1"], ["3", "--top-p", "0.0"]):
         assert main(["generate", str(exported), "ab", "--max-new-tokens", "12", "--seed", seed, *flags]) == 0
@@ -151,9 +135,9 @@ class Bytes:
         return bytes(ids).decode(errors="replace")
 
 
-@given(text=st.text(min_size=60))
-def test_a_character_is_shown_when_it_is_whole(text: str) -> None:
-    with redirect_stdout(io.StringIO()) as shown:
+@given(text=st.text(min_size=8, max_size=20))
+def test_a_character_is_shown_when_it_is_whole(text):
+    with redirect_stdout(io.StringIO()) as shown, mock.patch.object(Stream, "PIECE", 12):
         stream = Stream(Bytes(), shown=True)
         for ids in (b"prompt", *(bytes([byte]) for byte in text.encode())):
             stream.put(torch.tensor([list(ids)]))
@@ -164,7 +148,7 @@ def test_a_character_is_shown_when_it_is_whole(text: str) -> None:
 
 
 @pytest.mark.parametrize("rest", [b"", b"\nmore\n"], ids=["its end", "an empty line"])
-def test_each_line_is_a_prompt_until(rest: bytes) -> None:
+def test_each_line_is_a_prompt_until(rest):
     with given_input("one\nzw\u00f6lf \r\n".encode() + rest):
         assert list(prompts(SoloComm())) == ["one", "zw\u00f6lf "]
 
@@ -189,14 +173,7 @@ GB = 10**9
         (2, 3, 9, "", None),
     ],
 )
-def test_the_place(
-    gpus: int,
-    each: int,
-    memory: int,
-    flags: str,
-    expected: tuple[int, str, str] | None,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_the_place(gpus, each, memory, flags, expected, monkeypatch):
     from wherry.cli import run
     from wherry.observe import memory as memories
 
@@ -219,10 +196,8 @@ def test_the_place(
 # What is refused.
 
 
-def test_what_is_no_model_is_told(
-    run: Path, exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def told(folder: Path | str, *flags: str) -> str:
+def test_folders_without_a_usable_model_are_errors(run, exported, tmp_path, monkeypatch, capsys):
+    def error_of(folder: Path | str, *flags: str) -> str:
         assert main(["generate", str(folder), *(flags or ["hi"])]) == 2
         said = capsys.readouterr()
         assert not said.out and "Traceback" not in said.err
@@ -237,36 +212,38 @@ def test_what_is_no_model_is_told(
         return folder
 
     page = "https://huggingface.co/me/tiny/tree/main"
-    assert "me/tiny: there is no such folder; a model of the hub is fetched by `hf download me/tiny`" in told(page)
-    no_adapter = told(exported, "hi", "--adapter", str(tmp_path))
+    assert "me/tiny: there is no such folder; a model of the hub is fetched by `hf download me/tiny`" in error_of(page)
+    no_adapter = error_of(exported, "hi", "--adapter", str(tmp_path))
     assert f"--adapter {tmp_path}: there is no adapter_config.json in it" in no_adapter
-    assert "there is no such folder; a model of the hub is fetched by `hf download" in told(tmp_path / "none")
+    assert "there is no such folder; a model of the hub is fetched by `hf download" in error_of(tmp_path / "none")
     meant = f'{run}x: there is no such folder, did you mean "{run}"?'
-    assert meant in told(run.with_name(f"{run.name}x"))
-    assert "is no checkpoint and holds none: there is no manifest.json in it; expected" in told(tmp_path)
+    assert meant in error_of(run.with_name(f"{run.name}x"))
+    assert "is no checkpoint and holds none: there is no manifest.json in it; expected" in error_of(tmp_path)
     runs = tmp_path / "runs"
     for age, name in enumerate("abcd"):
         (runs / name / "checkpoints").mkdir(parents=True)
         os.utime(runs / name, (9 - age, 9 - age))
-    assert f"; name one of its runs, newest first: {runs}/a, {runs}/b, {runs}/c; expected" in told(runs)
+    assert f"; name one of its runs, newest first: {runs}/a, {runs}/b, {runs}/c; expected" in error_of(runs)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / name).touch()
     without = changed("without", "tokenizer.json")
     (without / "tokenizer_config.json").unlink()
-    assert "the model has no tokenizer" in told(without)
-    assert "has no config.json that transformers knows; add it to what `wherry export" in told(saved(tmp_path / "old"))
-    assert "does not take" in told(changed("kind", model_type="unheard-of"))
-    assert "in few bits by gptq" in told(changed("quantized", quantization_config={"quant_method": "gptq"}))
-    bert = changed("bert", model_type="bert", architectures=["BertModel"], hidden_size=48, num_attention_heads=3)
-    assert "BertModel, which is no causal language model" in told(bert)
-    assert "load_pretrained" in told(changed("layers", n_layer=3))
-    assert "the prompt is empty" in told(exported, "")
-    assert "go together" in told(exported, "hi", "--nvme-path", str(tmp_path))
+    assert "the model has no tokenizer" in error_of(without)
+    assert "has no config.json that transformers knows; add it to what `wherry export" in error_of(
+        saved(tmp_path / "old")
+    )
+    assert "does not take" in error_of(changed("kind", model_type="unheard-of"))
+    assert "in few bits by gptq" in error_of(changed("quantized", quantization_config={"quant_method": "gptq"}))
+    headless = changed("headless", architectures=["GPT2Model"])
+    assert "GPT2Model, which is no causal language model" in error_of(headless)
+    assert "load_pretrained" in error_of(changed("layers", n_layer=3))
+    assert "the prompt is empty" in error_of(exported, "")
+    assert "go together" in error_of(exported, "hi", "--nvme-path", str(tmp_path))
     monkeypatch.setattr(generate, "find_spec", lambda _: None)
-    assert told(run) == "wherry: generate: it needs transformers: pip install 'wherry[transformers]'\n"
+    assert error_of(run) == "wherry: generate: it needs transformers: pip install 'wherry[transformers]'\n"
 
 
-def test_code_that_comes_with_a_model_is_not_run(exported: Path, tmp_path: Path) -> None:
+def test_code_that_comes_with_a_model_is_not_run(exported, tmp_path):
     folder = tmp_path / "model"
     shutil.copytree(exported, folder)
     (folder / "evil.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n")
@@ -278,9 +255,7 @@ def test_code_that_comes_with_a_model_is_not_run(exported: Path, tmp_path: Path)
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_folder_that_is_called_as_a_preset_is_the_folder(
-    exported: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_that_is_called_as_a_preset_is_the_folder(exported, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(exported, "gpt2-124m")
     assert main(["generate", "gpt2-124m", "hi", "--max-new-tokens", "1", "--dtype", "bf16"]) == 0

@@ -1,23 +1,21 @@
 """Several hosts, reached by a command that stands in for ssh."""
 
-import os
 import signal
 import subprocess
-import sys
 
 import pytest
+from tests.cli.programs import WHERRY, WRITE_PID, forked, gone, launched, pids_in, script, start_fork, wait_for, wherry
 
 from wherry.errors import WherryError
 from wherry.parallel.hostfile import Host, read_hostfile, select
-
-from .programs import WHERE, WRITE_PID, environment, fleet, gone, pids_in, script, start, wait_for, wherry
 
 HOSTS = [Host("a", (0, 1)), Host("b", (0, 1, 2, 3))]
 
 
 @pytest.fixture(name="fleet")
-def _fleet(tmp_path):
-    return fleet(tmp_path)
+def _fleet(tmp_path, launched):
+    """Flags for two hosts of one slot each, which are this machine."""
+    return launched.fleet(tmp_path)
 
 
 def test_ranks_follow_the_order_of_the_hosts(tmp_path, fleet):
@@ -34,7 +32,8 @@ def test_ranks_follow_the_order_of_the_hosts(tmp_path, fleet):
     assert sorted((tmp_path / "reached").read_text().split()) == ["alpha", "beta"]
 
 
-def test_ranks_that_start_again_meet_in_a_store_of_their_own(tmp_path, fleet):
+@pytest.mark.smoke
+def test_ranks_that_start_again_have_a_new_store(tmp_path, fleet):
     body = (
         "import torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
@@ -45,27 +44,30 @@ def test_ranks_that_start_again_meet_in_a_store_of_their_own(tmp_path, fleet):
         "dist.barrier()\n"
         "dist.destroy_process_group()\n"
     )
-    done = wherry("run", *fleet, "--max-restarts", 1, script(tmp_path, body), cwd=tmp_path)
+    done = launched("run", *fleet, "--max-restarts", 1, script(tmp_path, body), cwd=tmp_path)
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("] attempt 1\n") == 2
 
 
-# The second launcher has said that its rank has ended, and asks for the others a second later.
+# The second launcher asks for the others a second after it has said that its rank has ended.
 ASKS_LATE = """
-import sys, time, torch.distributed.elastic.utils.store as stores
+import pathlib, sys, time, torch.distributed.elastic.utils.store as stores
+from wherry.cli import main
 say = stores._barrier_nonblocking
 def late(store, world_size, key_prefix):
     key = say(store, world_size, key_prefix)
-    time.sleep(sys.argv[sys.argv.index("--node_rank") + 1] == "1")
+    if sys.argv[sys.argv.index("--node_rank") + 1] == "1":
+        pathlib.Path("said").touch()
+        time.sleep(1.0)
     return key
 stores._barrier_nonblocking = late
+sys.exit(main())
 """
 
 
 def test_the_launcher_that_has_the_store_ends_last(tmp_path, fleet):
-    (tmp_path / "sitecustomize.py").write_text(ASKS_LATE)
-    body = "time.sleep(0.5 * (os.environ['RANK'] == '0'))\nprint('done')\n"
-    done = wherry("run", *fleet, script(tmp_path, body), cwd=tmp_path, PYTHONPATH=f"{WHERE}{os.pathsep}{tmp_path}")
+    body = "while os.environ['RANK'] == '0' and not (HERE / 'said').exists(): time.sleep(0.01)\nprint('done')\n"
+    done = forked("-c", ASKS_LATE, "run", *fleet, script(tmp_path, body), cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(done.stdout.splitlines()) == ["[alpha] done", "[beta] done"]
 
@@ -76,7 +78,7 @@ def test_a_failure_on_one_host_ends_the_others_and_comes_last(tmp_path, fleet):
         + "while len(list(HERE.glob('pid.*'))) < 2: time.sleep(0.01)\n"
         + "if os.environ['RANK'] == '1':\n    raise KeyError('beta is unwell')\ntime.sleep(600)\n"
     )
-    done = wherry("run", *fleet, script(tmp_path, body), cwd=tmp_path)
+    done = launched("run", *fleet, script(tmp_path, body), cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.rstrip().splitlines()[-1] == "KeyError: 'beta is unwell'"
     assert done.stderr.startswith("wherry: on host beta:\nwherry: rank 1 failed, and all ranks have ended.")
@@ -89,25 +91,23 @@ def test_a_failure_on_one_host_ends_the_others_and_comes_last(tmp_path, fleet):
 def test_ctrl_c_reaches_every_host(tmp_path, fleet):
     body = (
         "try:\n    " + WRITE_PID + "    time.sleep(600)\nexcept KeyboardInterrupt:\n"
-        "    (HERE / f\"told.{os.environ['RANK']}\").touch()\n"
+        "    (HERE / f\"interrupted.{os.environ['RANK']}\").touch()\n"
     )
-    launcher = start("run", *fleet, script(tmp_path, body), cwd=tmp_path)
+    launcher = start_fork(*WHERRY, "run", *fleet, script(tmp_path, body), cwd=tmp_path)
     wait_for(lambda: len(pids_in(tmp_path)) == 2)
     launcher.send_signal(signal.SIGINT)
     launcher.communicate(timeout=60)
     assert launcher.returncode == 130
-    assert {path.name for path in tmp_path.glob("told.*")} == {"told.0", "told.1"}
+    assert {path.name for path in tmp_path.glob("interrupted.*")} == {"interrupted.0", "interrupted.1"}
     assert gone(pids_in(tmp_path))
 
 
 def test_output_that_nobody_reads_ends_every_host(tmp_path, fleet):
     body = WRITE_PID + "while True:\n    print('working', flush=True)\n    time.sleep(0.01)\n"
     with open(tmp_path / "errors", "w") as errors:
-        words = [sys.executable, "-m", "wherry", "run", *map(str, fleet), str(script(tmp_path, body))]
-        launcher = subprocess.Popen(
-            words, cwd=tmp_path, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True
-        )
-        assert "working" in launcher.stdout.readline()
+        words = (*WHERRY, "run", *fleet, script(tmp_path, body))
+        launcher = start_fork(*words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=errors)
+        assert b"working" in launcher.stdout.readline()
         launcher.stdout.close()
         assert launcher.wait(60) == 141
     assert "Traceback" not in (tmp_path / "errors").read_text()
@@ -116,7 +116,7 @@ def test_output_that_nobody_reads_ends_every_host(tmp_path, fleet):
 
 def test_a_host_out_of_reach_is_named(tmp_path, fleet):
     (tmp_path / "ssh").write_text('#!/bin/sh\necho "ssh: no route to $1"\nexit 255\n')
-    done = wherry("run", *fleet, script(tmp_path, ""), cwd=tmp_path)
+    done = launched("run", *fleet, script(tmp_path, ""), cwd=tmp_path)
     assert done.returncode == 255
     assert "no route to" in done.stdout
     assert "the launcher on" in done.stderr and "ended with status 255" in done.stderr
@@ -136,7 +136,7 @@ def test_a_hostfile_is_read(tmp_path):
         ("# nobody\n", r"names no host"),
     ],
 )
-def test_mistakes_in_a_hostfile_are_told_with_their_line(tmp_path, text, message):
+def test_mistakes_in_a_hostfile_name_their_line(tmp_path, text, message):
     path = tmp_path / "hosts"
     path.write_text(text)
     with pytest.raises(WherryError, match=message):
@@ -171,6 +171,6 @@ def test_hosts_and_slots_are_selected(include, exclude, left):
         ("", "a@b", "no slot is left"),
     ],
 )
-def test_mistakes_in_a_selection_are_told(include, exclude, message):
+def test_mistakes_in_a_selection_are_errors(include, exclude, message):
     with pytest.raises(WherryError, match=message):
         select(HOSTS, include, exclude)

@@ -1,14 +1,17 @@
-"""Flags of `wherry run`, without starting anything."""
+"""Flags of `wherry run`, its job files, and its choice of a root cause; no rank is started."""
 
+import itertools
 import os
 import subprocess
+import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import psutil
 import pytest
 import yaml
 
-from wherry.cli import run
+from wherry.cli import run, supervise
 from wherry.cli.run import build_parser, given_processes, main, number_of_processes, resolve
 from wherry.cli.supervise import RankFailure, root_cause
 from wherry.errors import WherryError
@@ -17,7 +20,7 @@ from wherry.errors import WherryError
 @pytest.fixture(autouse=True)
 def clean_environment(monkeypatch):
     for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "PET_NNODES", "PET_NPROC_PER_NODE"):
-        # So that what a test sets is taken back, though the variable was absent.
+        # Set first, so that a variable which was absent is absent again after the test.
         monkeypatch.setenv(name, "1")
         monkeypatch.delenv(name)
 
@@ -41,13 +44,13 @@ def test_every_flag_of_torchrun_is_accepted():
     assert {"--num_nodes", "--num_gpus", "--hostfile", "--include", "--exclude", "--module", "--nproc"} <= ours
 
 
-def test_one_machine_meets_on_a_free_port_of_its_own():
+def test_ranks_of_one_machine_rendezvous_on_a_free_port():
     arguments = _resolved("--num_gpus", 1)
     assert (arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.rdzv_conf) == ("wherry", "127.0.0.1:0", "rank=0")
     assert arguments.nproc_per_node == "1" and arguments.training_script_args == ["--lr", "1"]
 
 
-def test_ranks_of_one_machine_talk_over_the_loopback_unless_told_otherwise(monkeypatch):
+def test_ranks_of_one_machine_use_the_loopback_unless_the_environment_names_another(monkeypatch):
     monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth7")
     _resolved("--nproc", 1, "--num_nodes", 2, "--master_addr", "head", nodes="2")
     assert "GLOO_SOCKET_IFNAME" not in os.environ
@@ -65,7 +68,7 @@ def test_ranks_of_one_machine_talk_over_the_loopback_unless_told_otherwise(monke
         ("4,5,6,7", ("--exclude", "localhost:1"), "4,6,7"),
     ],
 )
-def test_devices_are_chosen_among_those_in_sight(monkeypatch, seen, flags, left):
+def test_devices_are_chosen_among_the_visible_ones(monkeypatch, seen, flags, left):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen or "")
     monkeypatch.setattr(run, "device_count", lambda: 4)
     arguments = _parse(*flags)
@@ -74,7 +77,7 @@ def test_devices_are_chosen_among_those_in_sight(monkeypatch, seen, flags, left)
     assert arguments.nproc_per_node == str(left.count(",") + 1)
 
 
-def test_several_machines_meet_at_the_master():
+def test_several_machines_rendezvous_at_the_master():
     arguments = _resolved("--num_nodes", 2, "--master_addr", "head", "--nproc", 1, nodes="2")
     assert (arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.rdzv_conf) == ("wherry", "head:29500", "")
     ordered = _resolved("--master_addr", "head", "--master_port", 4, "--node_rank", 1, "--nproc", 1, nodes="2")
@@ -83,13 +86,13 @@ def test_several_machines_meet_at_the_master():
         _resolved("--nproc", 1, nodes="2")
 
 
-def test_what_torchrun_is_told_stays():
+def test_flags_of_torchrun_are_kept():
     arguments = _resolved("--rdzv-backend", "c10d", "--rdzv-endpoint", "h:1", "--rdzv-id", "x", "--nproc-per-node", 3)
     assert (arguments.rdzv_backend, arguments.rdzv_endpoint, arguments.rdzv_id) == ("c10d", "h:1", "x")
     assert arguments.nproc_per_node == "3"
 
 
-def test_the_environment_of_torchrun_is_heard(monkeypatch):
+def test_the_environment_of_torchrun_is_read(monkeypatch):
     monkeypatch.setenv("PET_NPROC_PER_NODE", "5")
     assert given_processes(_parse()) == "5"
 
@@ -103,12 +106,12 @@ def test_the_environment_of_torchrun_is_heard(monkeypatch):
         (("--nnodes", "1:2:3"), "expected a number of machines"),
     ],
 )
-def test_contradictions_are_told(flags, message):
+def test_contradictory_flags_are_an_error(flags, message):
     with pytest.raises(WherryError, match=message):
         main([*map(str, flags), "--master_addr", "x", "script.py"])
 
 
-def test_a_script_that_is_not_there_is_told_before_anything_starts(tmp_path):
+def test_a_missing_script_is_an_error_before_ranks_start(tmp_path):
     with pytest.raises(WherryError, match=r"nope\.py: there is no such script; a module goes with --module"):
         main(["--nproc", "2", str(tmp_path / "nope.py")])
     with pytest.raises(WherryError, match="this is a folder; name the script in it"):
@@ -136,20 +139,81 @@ def test_the_root_cause_is_neither_a_lost_peer_nor_an_ordered_end():
     assert root_cause([lost, stopped]) is stopped and root_cause([lost, stopped, cause]) is cause
     assert RankFailure.from_line(cause.to_line()) == cause
     assert RankFailure.from_line("wherry-failure {") is RankFailure.from_line('wherry-failure {"a": 1}') is None
-    told = cause.describe([lost, ended, later, cause], 4)
-    assert told == (
+    shown = cause.describe([lost, ended, later, cause], 4)
+    assert shown == (
         "wherry: the same error on ranks 2, 3, and all ranks have ended. The traceback of rank 2:\n\nTraceback ..."
     )
 
 
-@pytest.mark.parametrize("words", ["--nproc 5 --help --include x", "--n 5", "-- --x", "-h", "--r=1 -m", "-H", ""])
-@pytest.mark.parametrize("flags", ["--nproc 2", "--nproc=2", "--max-r 1", "-t3", "-t 3 -m", "--nproc 2 --", ""])
-def test_the_script_s_own_words_are_handed_on_unread(flags, words):
-    found, rest = run.parse_up_to_script(build_parser(), [*flags.split(), "train.py", *words.split()])
-    assert (found.training_script, rest) == ("train.py", words.split())
-    assert (found.nproc, found.max_restarts) == (2 if "nproc" in flags else None, int("max" in flags))
-    assert (found.tee, found.module) == ("3" if "-t" in flags else "0", "-m" in flags.split())
+def test_statuses_of_ranks_that_showed_why_they_end_are_not_reported(monkeypatch, capsys):
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
+    from torch.distributed.launcher import api
 
+    failure = ProcessFailure(local_rank=1, pid=1, exitcode=3, error_file="none")
+
+    def ended(config, command):
+        def run(*arguments):
+            raise ChildFailedError("script", {1: failure})
+
+        return run
+
+    monkeypatch.setattr(api, "elastic_launch", ended)
+    monkeypatch.setenv("WHERRY_LAUNCHER_PID", "")  # as it is again afterwards
+    arguments = _resolved("--nproc", 2)
+    assert supervise.launch(arguments, told=[3]) == 3
+    assert capsys.readouterr().err == ""
+    assert supervise.launch(arguments) == 3
+    assert capsys.readouterr().err == "wherry: rank 1 exited with status 3, and all ranks have ended.\n"
+
+
+def test_arguments_of_the_script_are_not_parsed():
+    parser = build_parser()
+    flags = ("--nproc 2", "--nproc=2", "--max-r 1", "-t3", "-t 3 -m", "--nproc 2 --", "")
+    words = ("--nproc 5 --help --include x", "--n 5", "-- --x", "-h", "--r=1 -m", "-H", "")
+    for given, rest in itertools.product(flags, words):
+        found, left = run.parse_up_to_script(parser, [*given.split(), "train.py", *rest.split()])
+        assert (found.training_script, left) == ("train.py", rest.split())
+        assert (found.nproc, found.max_restarts) == (2 if "nproc" in given else None, int("max" in given))
+        assert (found.tee, found.module) == ("3" if "-t" in given else "0", "-m" in given.split())
+
+
+# Ray, as far as it needs no cluster.
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--hostfile", "hosts"), "--on ray: --hostfile has no place here"),
+        (("--master_addr", "head"), "--on ray: --master_addr has no place here"),
+        ((), "--on ray: no Ray cluster is here; start one with `ray start --head`"),
+    ],
+)
+def test_ray_without_a_cluster_or_with_flags_of_ssh_is_an_error(monkeypatch, flags, message):
+    def init(**_):
+        raise ConnectionError("Could not find any running Ray instance.")
+
+    monkeypatch.setitem(sys.modules, "ray", SimpleNamespace(init=init))
+    with pytest.raises(WherryError, match=message):
+        main(["--on", "ray", *flags, "train.py"])
+
+
+def test_ranks_on_ray_take_gpus_where_machines_have_some():
+    from wherry.cli.ray_nodes import _shape
+
+    gpus = {"CPU": 32.0, "GPU": 8.0}
+    machines = [{"Alive": alive, "Resources": found} for alive, found in ((True, gpus), (True, gpus), (False, gpus))]
+    machines.append({"Alive": True, "Resources": {"CPU": 64.0}})
+
+    def shape(*flags, of=machines):
+        return _shape(build_parser().parse_args([*map(str, flags), "train.py"]), of)
+
+    assert shape() == (2, {"CPU": 8, "GPU": 8})
+    assert shape(of=machines[-1:]) == (1, {"CPU": 1})
+    assert shape("--num_nodes", 1, "--num_gpus", 4) == (1, {"CPU": 4, "GPU": 4})
+    assert shape("--num_nodes", 3) == (3, {"CPU": 8, "GPU": 8})
+
+
+# Job files.
 
 SOMEWHERE = ("--install", "git+https://git.example/wherry")
 
@@ -159,9 +223,16 @@ def _emit(capsys, scheduler, *flags):
     return capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("launched")
+def test_job_files_are_valid_shell(capsys):
+    slurm = _emit(capsys, "slurm", "--num_nodes", 3, "--num_gpus", 8)
+    sky = yaml.safe_load(_emit(capsys, "sky", *SOMEWHERE, "--num_nodes", 2, "--nproc", 4))["run"]
+    for text in (slurm, sky):
+        assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
+
+
 def test_slurm_job(capsys):
     text = _emit(capsys, "slurm", "--num_nodes", 3, "--num_gpus", 8)
-    assert subprocess.run(["bash", "-n"], input=text, text=True).returncode == 0
     assert "#SBATCH --nodes=3" in text and "#SBATCH --gpus-per-node=8" in text and "--job-name=my-train" in text
     assert (
         "srun --kill-on-bad-exit=1 bash -c 'exec torchrun --node-rank" in text
@@ -183,18 +254,17 @@ def test_sky_job(capsys):
     assert job["setup"] == f"python -m pip install {SOMEWHERE[1]}\n"
     assert job["num_nodes"] == 2 and "accelerators" not in job["resources"]
     assert "--nproc-per-node=4" in job["run"] and "SKYPILOT_NODE_RANK" in job["run"]
-    assert subprocess.run(["bash", "-n"], input=job["run"], text=True).returncode == 0
     assert "H100:8" in _emit(capsys, "sky", *SOMEWHERE, "--num_gpus", 8)
 
 
-def test_jobs_install_from_where_they_are_told_and_never_by_a_name(capsys, tmp_path, monkeypatch):
+def test_jobs_install_from_the_given_place_and_never_by_a_name(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "wherry").mkdir()
     for scheduler in ("slurm", "k8s"):
         text = _emit(capsys, scheduler)
         assert "pip install" not in text and ("already" in text or "holds your script and Wherry" in text)
-        for given, told in (("/shared/w.whl", "/shared/w.whl"), ("wherry", "./wherry"), (SOMEWHERE[1], SOMEWHERE[1])):
-            assert f"python -m pip install {told}" in _emit(capsys, scheduler, "--install", given)
+        for given, shown in (("/shared/w.whl", "/shared/w.whl"), ("wherry", "./wherry"), (SOMEWHERE[1], SOMEWHERE[1])):
+            assert f"python -m pip install {shown}" in _emit(capsys, scheduler, "--install", given)
     command = yaml.safe_load(_emit(capsys, "k8s", "--install", "w.whl"))["spec"]["trainer"]["command"]
     assert command[2] == 'python -m pip install ./w.whl && exec "$@"'
     for given in ("wherry", tmp_path / "wherry"):
@@ -225,6 +295,6 @@ def test_a_job_for_a_script_written_for_deepspeed(capsys):
 
 
 @pytest.mark.parametrize("flags", [("--hostfile", "hosts"), ("--include", "localhost:0"), ("--local_rank_arg",)])
-def test_what_has_no_place_in_a_job_file_is_refused(flags):
+def test_flags_that_a_job_file_cannot_have_are_an_error(flags):
     with pytest.raises(WherryError, match="has no place in a job file"):
         main(["--emit", "slurm", *flags, "my_train.py"])

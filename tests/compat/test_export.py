@@ -5,8 +5,6 @@ from __future__ import annotations
 import copy
 import json
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.checkpoint.harness import MODEL, Shape, on, train
-from tests.cli.programs import environment
 
 import wherry
-from wherry.compat.deepspeed import FOLDER
 from wherry.compat.deepspeed.export import (
     convert_zero_checkpoint_to_fp32_state_dict,
     get_fp32_state_dict_from_zero_checkpoint,
@@ -86,12 +82,11 @@ def test_files_of_torch(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: P
         assert sum(own.values()) <= 4000 or len(own) == 1
 
 
-def test_the_command(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path) -> None:
+def test_the_command(saved: tuple[Path, dict[str, torch.Tensor]], tmp_path: Path, forks: Any) -> None:
     folder, masters = saved
-    command = [sys.executable, "-m", "deepspeed.utils.zero_to_fp32", folder, tmp_path / "out", "--safe_serialization"]
-    path = f"{FOLDER}:{environment()['PYTHONPATH']}"
-    done = subprocess.run(
-        list(map(str, command)), env=environment(PYTHONPATH=path), capture_output=True, text=True, timeout=120
+    module = "import runpy; runpy.run_module('deepspeed.utils.zero_to_fp32', run_name='__main__', alter_sys=True)"
+    done = forks.of(as_deepspeed=True).run(
+        "-c", module, folder, tmp_path / "out", "--safe_serialization", folder=tmp_path, launched=False
     )
     assert done.returncode == 0, done.stderr
     found = load_file(tmp_path / "out" / "model.safetensors")

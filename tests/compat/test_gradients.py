@@ -44,16 +44,17 @@ def backward(engine: Any, size: float, own: bool = False) -> None:
         engine.backward(loss)
 
 
+# Stage, micro-batches, and `.grad` after each.
+FOUND: list[tuple[int, int, list[float | None]]] = [
+    (0, 1, [1.5]), (0, 2, [0.5, 1.5]), (1, 1, [None]), (1, 2, [0.5, None]), (2, 2, [None, None]), (3, 1, [None])
+]  # fmt: skip
+
+
 @pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("half", HALF)
-@pytest.mark.parametrize(
-    ("stage", "batches", "found"),
-    [(0, 1, [1.5]), (0, 2, [0.5, 1.5]), (1, 1, [None]), (1, 2, [0.5, None]), (2, 2, [None, None]), (3, 1, [None])],
-)
-def test_what_stands_in_grad(
-    stage: int, batches: int, found: list[float | None], half: dict[str, Any], own: bool
-) -> None:
+@pytest.mark.parametrize("at", range(len(FOUND)))
+def test_what_stands_in_grad(at: int, own: bool) -> None:
     """Of this rank's micro-batches so far until the boundary, then the mean over ranks; nothing after the step."""
+    (stage, batches, found), half = FOUND[at], HALF[(at + own) % 2]
 
     def train(comm: Comm) -> list[float | None]:
         model, seen = line(), []
@@ -89,10 +90,10 @@ BETWEEN: dict[str, Callable[[Any, nn.Module], None]] = {
 }
 
 
-@pytest.mark.parametrize("half", HALF)
-@pytest.mark.parametrize("between", BETWEEN)
+@pytest.mark.parametrize("at", range(len(BETWEEN)))
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_is_dropped_between_two_backwards_of_a_step(stage: int, between: str, half: dict[str, Any]) -> None:
+def test_what_is_dropped_between_two_backwards_of_a_step(stage: int, at: int) -> None:
+    between, half = list(BETWEEN)[at], HALF[(stage + at) % 2]
     drops = {0: between != "nothing", 3: between == "the optimizer's zero_grad"}
     drops[1] = drops[2] = between in ("the engine's zero_grad", "the optimizer's zero_grad")
     model = line()
@@ -207,9 +208,7 @@ class Noise(nn.Module):
         return self.body(x)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1])
-@pytest.mark.parametrize("batches", [1, 3])
+@pytest.mark.parametrize(("batches", "stage", "ranks"), [(1, 0, 2), (1, 1, 1), (3, 0, 1), (3, 1, 2)])
 def test_a_gradient_that_comes_past_the_model_counts_once(batches: int, stage: int, ranks: int) -> None:
     """It reaches a weight before the engine hears of the backward, and `.grad` has one of the micro-batch before."""
     plain, data = Noise(), [torch.full((1, 2), 1.0 + number) for number in range(2 * batches)]

@@ -1,12 +1,12 @@
-"""How the alias is asked for, and how it refuses."""
+"""Ways to turn the alias on, and what it refuses."""
 
+import functools
 import os
 import subprocess
 import sys
 
 import pytest
-from tests.cli.programs import environment, forked, free_port, launched, script
-from tests.forks import Forks
+from tests.cli.programs import environment, free_port, script
 
 from wherry.compat import deepspeed as alias
 
@@ -20,24 +20,17 @@ assert issubclass(deepspeed.DeepSpeedEngine, wherry.Engine)
 """
 
 
-@pytest.fixture(scope="module")
-def python(tmp_path_factory):
-    """Runs code in a process that has imported torch, and nothing of Wherry."""
-    with Forks("torch") as forks:
-        yield lambda code, **extra: forks.run(
-            "-c", code, folder=tmp_path_factory.mktemp("python"), launched=False, **extra
-        )
+# Puts the alias on the path of every Python that starts.
+ON_PATH = os.pathsep.join([str(alias.FOLDER), environment()["PYTHONPATH"]])
 
 
-@pytest.fixture(scope="module")
-def folder():
-    found = subprocess.run(
-        [sys.executable, "-m", "wherry.compat.deepspeed", "--path"], env=environment(), capture_output=True, text=True
-    )
-    return found.stdout.strip()
+@pytest.fixture
+def python(forks, tmp_path):
+    """Run code in a process without the alias."""
+    return functools.partial(forks.run, "-c", folder=tmp_path, launched=False)
 
 
-def test_nothing_is_aliased_until_it_is_asked_for(python):
+def test_nothing_is_aliased_by_an_import(python):
     done = python("import wherry, wherry.compat.deepspeed as c\nassert not c.installed()")
     assert (done.returncode, done.stderr) == (0, "")
 
@@ -53,17 +46,21 @@ def test_install_gives_the_alias_and_its_metadata_and_says_so(python):
     assert "import deepspeed gives Wherry" in done.stderr
 
 
-def test_the_folder_on_the_path_gives_the_same_to_a_process_that_knows_nothing(python, folder):
-    code = "import sys\nassert 'wherry.compat' not in sys.modules\n" + LOOK
-    done = python(code, PYTHONPATH=os.pathsep.join([folder, environment()["PYTHONPATH"]]))
+def test_the_command_prints_the_paths(monkeypatch, capsys):
+    from wherry.compat.deepspeed.__main__ import main
+
+    for flag, expected in (("--path", alias.FOLDER), ("--bin", alias.PROGRAMS), ("--version", alias.VERSION)):
+        monkeypatch.setattr(sys, "argv", ["alias", flag])
+        main()
+        assert capsys.readouterr().out.strip() == str(expected)
+
+
+def test_the_folder_on_the_path_gives_the_same_and_rank_zero_says_so(python):
+    done = python("import sys\nassert 'wherry.compat' not in sys.modules\n" + LOOK, PYTHONPATH=ON_PATH)
     assert done.returncode == 0, done.stderr
     assert "import deepspeed gives Wherry" in done.stderr
-
-
-def test_only_rank_zero_says_it(python, folder):
-    done = python("import deepspeed", RANK="1", PYTHONPATH=os.pathsep.join([folder, environment()["PYTHONPATH"]]))
-    assert done.returncode == 0
-    assert done.stderr == ""
+    done = python("import deepspeed", RANK="1", PYTHONPATH=ON_PATH)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_it_refuses_when_the_real_one_is_imported(python, tmp_path):
@@ -105,50 +102,39 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
-def test_child_processes_see_it(tmp_path, folder, method):
-    path = script(tmp_path, CHILD)
-    done = subprocess.run(
-        [sys.executable, str(path), method],
-        env=environment(PYTHONPATH=os.pathsep.join([folder, environment()["PYTHONPATH"]])),
-        capture_output=True, text=True, timeout=200,
-    )  # fmt: skip
+@pytest.mark.parametrize(("method", "path"), [("spawn", ON_PATH), ("fork", None)])
+def test_child_processes_see_it(forks, tmp_path, method, path):
+    """New interpreters by their path, and forks because the hook is inherited."""
+    words = [method] if path else [method, "--install"]
+    extra = {"PYTHONPATH": path} if path else {}
+    done = forks.run(script(tmp_path, CHILD), *words, folder=tmp_path, launched=False, **extra)
     assert done.returncode == 0, done.stderr
     assert "'0.19.6+wherry', '0.19.6+wherry'" in done.stdout
 
 
-def test_forked_children_inherit_the_hook(tmp_path):
-    path = script(tmp_path, CHILD)
-    done = subprocess.run(
-        [sys.executable, str(path), "fork", "--install"], env=environment(), capture_output=True, text=True, timeout=200
-    )
-    assert done.returncode == 0, done.stderr
-
-
-def test_the_launcher_gives_it_to_every_rank(tmp_path):
+def test_the_launcher_gives_it_to_every_rank(launched, tmp_path):
     path = script(tmp_path, LOOK + "print('rank', os.environ['RANK'], 'sees it')\n")
-    done = launched("run", "--as-deepspeed", "--nproc", 2, path)
+    done = launched.launched("run", "--as-deepspeed", "--nproc", 2, path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("sees it") == 2
     assert done.stderr.count("import deepspeed gives Wherry") == 1
     without = script(tmp_path, "import wherry.compat.deepspeed as c\nassert not c.installed()\n", "without.py")
-    assert launched("run", without).returncode == 0
+    assert launched.launched("run", without).returncode == 0
 
 
-def test_the_command_of_the_alias_takes_the_flags_of_the_other_launcher(tmp_path):
+def test_the_command_of_the_alias_takes_the_flags_of_the_other_launcher(launched, tmp_path):
     path = script(tmp_path, LOOK + "print(sys.argv[1:])\n")
-    program = [sys.executable, str(alias.PROGRAMS / "deepspeed")]
 
     def deepspeed(*arguments):
-        return subprocess.run(
-            [*program, *map(str, arguments)], env=environment(), capture_output=True, text=True, timeout=200
-        )
+        return launched.forked(alias.PROGRAMS / "deepspeed", *arguments, timeout=200)
 
     done = deepspeed("--num_gpus", 1, "--master_port", free_port(), "--no_ssh", path, "--deepspeed_config", "c.json")
     assert done.returncode == 0, done.stderr
     assert "['--local_rank=0', '--deepspeed_config', 'c.json']" in done.stdout
     without = script(tmp_path, "print(sys.argv[1:])\n", "without.py")
-    done = forked(alias.PROGRAMS / "deepspeed", "--no_local_rank", without, "--n", "5", "--help")
+    # As a process of its own, by its first line.
+    command = [sys.executable, alias.PROGRAMS / "deepspeed", "--no_local_rank", without, "--n", "5", "--help"]
+    done = subprocess.run(command, env=environment(), capture_output=True, text=True, timeout=200, check=True)
     assert "['--n', '5', '--help']" in done.stdout
     assert os.access(alias.PROGRAMS / "deepspeed", os.X_OK)
     done = deepspeed("--autotuning", "run", path)

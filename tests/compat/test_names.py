@@ -1,7 +1,5 @@
 """Every name of the alias is where the table says, and what is not part of Wherry says so when it is used."""
 
-from tests.forks import ENGINE, Forks
-
 from wherry.compat.deepspeed.names import MODULES
 
 # Names that the table does not list: what they come from is looked up under another name, or made when asked for.
@@ -92,11 +90,10 @@ deepspeed.runtime.zero.stage3.estimate_zero3_model_states_mem_needs_all_cold(int
 )
 
 
-def test_every_name_is_there_and_absent_parts_refuse(tmp_path):
+def test_every_name_is_there_and_absent_parts_refuse(forks, tmp_path):
     names = [f"deepspeed.{module}".rstrip(".") for module in MODULES]
     assert len(names) > 50
-    with Forks(*ENGINE) as forks:
-        done = forks.run("-c", CHECK, *names, folder=tmp_path, launched=False)
+    done = forks.run("-c", CHECK, *names, folder=tmp_path, launched=False)
     assert done.returncode == 0, done.stderr
     assert "2,800M parameters" in done.stdout
 

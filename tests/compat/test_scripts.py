@@ -1,27 +1,15 @@
-"""Scripts written for DeepSpeed, run as they are; where there is an oracle it is plain PyTorch."""
+"""Scripts written for DeepSpeed, run unchanged; where there is an oracle it is plain PyTorch.
+
+The tutorial's script is run by tests/examples.
+"""
 
 import json
 
-import pytest
-from tests.cli.programs import launched, script
-from tests.compat.scripts import MEGATRON, SURFACE, TUTORIAL
-from tests.forks import ENGINE, Forks
+from tests.cli.programs import script
+from tests.compat.scripts import MEGATRON, SURFACE
 
 
-@pytest.fixture(scope="module")
-def forks():
-    with Forks(*ENGINE, as_deepspeed=True) as forks:
-        yield forks
-
-
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_the_tutorial_runs_as_printed(forks, tmp_path, ranks):
-    done = forks.run(script(tmp_path, TUTORIAL), ranks=ranks, folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("first") == ranks
-
-
-def test_a_megatron_style_launch_line(tmp_path):
+def test_a_megatron_style_launch_line(launched, tmp_path):
     config = {
         "train_micro_batch_size_per_gpu": 4,
         "gradient_accumulation_steps": 2,
@@ -32,7 +20,7 @@ def test_a_megatron_style_launch_line(tmp_path):
     (tmp_path / "ds_config.json").write_text(json.dumps(config))
     line = "--num-layers 2 --hidden-size 16 --checkpoint-activations --deepspeed-activation-checkpointing --deepspeed"
     path = script(tmp_path, MEGATRON)
-    done = launched(
+    done = launched.launched(
         "run", "--as-deepspeed", "--local_rank_arg", "--nproc", 2, path, *line.split(),
         "--deepspeed_config", tmp_path / "ds_config.json", timeout=200,
     )  # fmt: skip
@@ -40,7 +28,7 @@ def test_a_megatron_style_launch_line(tmp_path):
     assert done.stdout.count("is done") == 2
 
 
-def test_what_scripts_reach_for_beside_the_loop(forks, tmp_path):
-    done = forks.run(script(tmp_path, SURFACE), ranks=2, folder=tmp_path)
+def test_what_scripts_use_beside_the_loop(forks, tmp_path):
+    done = forks.of(as_deepspeed=True).run(script(tmp_path, SURFACE), ranks=2, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("is done") == 2

@@ -7,6 +7,19 @@ from collections.abc import Iterator
 
 from wherry.config.reference import KeyInfo, catalog, sentence
 
+# A config as a tutorial prints it: with a trailing comma, and one that is missing.
+TUTORIAL = """{
+    "zero_optimization": {
+        "stage": 2,
+        "offload_optimizer": {
+            "device": "cpu",
+        }
+        "contiguous_gradients": true,
+        "overlap_comm": true
+    }
+}
+"""
+
 _INTRO = """# Config
 
 This page is written by `python -m tests.config.page` from the schema that validates configs.

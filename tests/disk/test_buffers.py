@@ -13,7 +13,7 @@ from wherry.tiers.buffers import DevicePool, HostPool, Pinning, PoolError, untou
 
 
 class Recorder(Pinning):
-    """Stands for CUDA: knows what is pinned, and objects to what CUDA would object to."""
+    """Record pinned memory, and reject what CUDA would reject."""
 
     def __init__(self) -> None:
         self.pinned: dict[int, int] = {}
@@ -78,7 +78,7 @@ def test_close_gives_all_back_and_lent_buffers_stay_valid():
 
 
 def mapping(address: int) -> dict[str, str]:
-    """What the system says of the mapping that holds an address; empty if none does."""
+    """Read the system's record of the mapping that holds an address; empty if there is none."""
     found: dict[str, str] = {}
     inside = False
     with open("/proc/self/smaps") as smaps:
@@ -104,8 +104,8 @@ def test_memory_really_goes_back():
     assert resident(address) == 0
 
 
-def test_a_fork_has_nothing_of_what_is_pinned():
-    """As a loader's workers are; of memory that no device reads it has all."""
+def test_a_fork_does_not_inherit_pinned_memory(launched):
+    """A fork, such as a worker of a loader, inherits the memory that no device reads."""
     with HostPool(pinning=Recorder()) as pinned, HostPool() as other:
         addresses = [pool.take(nbytes).data_ptr() for pool in (pinned, other) for nbytes in (5000, 3 << 20)]
         child = os.fork()
@@ -215,7 +215,7 @@ def test_cuda_pinned_memory():
 
 
 class PinsNothing:
-    """CUDA's runtime on a machine without memory to pin: it keeps what it has failed with until somebody asks."""
+    """CUDA's runtime where pinning fails: it keeps the error until the next call that reads it."""
 
     def __init__(self):
         self.kept = 0
@@ -229,13 +229,13 @@ class PinsNothing:
         return 713
 
     def launch(self, *_, **__):
-        """A kernel, as torch launches one: what is kept is raised there."""
+        """Raise the kept error, as torch does when it launches a kernel."""
         kept, self.kept = self.kept, 0
         if kept:
             raise RuntimeError(f"CUDA error {kept}")
 
 
-def test_what_cannot_be_pinned_is_no_error_of_the_next_kernel(monkeypatch):
+def test_a_failure_to_pin_is_no_error_of_the_next_kernel(monkeypatch):
     from wherry.tiers.streams import CudaPin
 
     runtime = PinsNothing()

@@ -1,4 +1,4 @@
-"""Where io_uring or O_DIRECT is refused, the next best backend does the same work, and says why it was taken."""
+"""Where io_uring or O_DIRECT is refused, the next best backend does the same work, and reports the reason."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ import textwrap
 
 import pytest
 import torch
-from tests.forks import ENGINE, Forks
 
 from wherry import native
 from wherry.native import disk as engines
@@ -42,7 +41,7 @@ def without_library(monkeypatch):
     refuse_direct(monkeypatch)
 
 
-# What is in the way: the backend that is taken then, and what it says of those above it.
+# An obstacle: the backend that is taken then, and its reasons against those above it.
 CASES = {
     "io_uring forbidden": (refuse_uring, "threads", ["no io_uring: the system forbids io_uring"]),
     "no io_uring and no O_DIRECT": (
@@ -75,7 +74,7 @@ def often_busy(system):
     return ask
 
 
-def test_a_busy_system_is_asked_again(tmp_path, pool, monkeypatch):
+def test_a_busy_system_is_retried(tmp_path, pool, monkeypatch):
     without_library(monkeypatch)
     for name in ("preadv", "pwritev"):
         monkeypatch.setattr(os, name, often_busy(getattr(os, name)))
@@ -129,12 +128,12 @@ def test_a_backend_that_is_none_or_cannot_be_is_an_error(tmp_path, monkeypatch):
     refuse_direct(monkeypatch)
     with pytest.raises(DiskUseError, match=r"WHERRY_DISK=threads was asked for and does not work here: .*O_DIRECT"):
         DiskStore(tmp_path)
-    # What a caller names is above the environment.
+    # The caller's choice is above the environment's.
     assert probe(str(tmp_path), "buffered").reasons == ()
     assert list(tmp_path.iterdir()) == []
 
 
-# A filter of system calls as containers have it: the three of io_uring are answered with EPERM, all others pass.
+# A filter of system calls, as of containers: those of io_uring fail with EPERM, all others pass.
 FORBID = """
 import ctypes, struct
 libc = ctypes.CDLL(None, use_errno=True)
@@ -147,7 +146,7 @@ if libc.prctl(38, 1, 0, 0, 0) or libc.prctl(22, 2, program):
 
 
 @needs_library
-def test_a_kernel_that_forbids_io_uring(tmp_path):
+def test_a_kernel_that_forbids_io_uring(tmp_path, forks):
     script = FORBID + textwrap.dedent(f"""
         from wherry.tiers.buffers import HostPool
         from wherry.tiers.disk import DiskStore
@@ -157,8 +156,7 @@ def test_a_kernel_that_forbids_io_uring(tmp_path):
             store.read(record, back).wait()
             print(store.backend, bool((out == back).all()), store.probe.reasons[0])
     """)
-    with Forks(*ENGINE) as forks:
-        done = forks.run("-c", script, folder=tmp_path, launched=False)
+    done = forks.run("-c", script, folder=tmp_path, launched=False)
     if done.stderr.startswith("no filter: "):
         pytest.skip(f"this system has no filters of system calls: {done.stderr.strip()}")
     assert (done.returncode, done.stderr) == (0, "")
@@ -169,7 +167,7 @@ def test_a_kernel_that_forbids_io_uring(tmp_path):
     )
 
 
-def test_a_path_where_no_file_can_be_made_is_told(tmp_path, monkeypatch):
+def test_a_path_where_no_file_can_be_made_is_an_error(tmp_path, monkeypatch):
     def full(**_):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 

@@ -1,18 +1,17 @@
-"""What goes wrong is raised at the ticket it concerns, says where, and disturbs nothing else."""
+"""A failure is raised at the ticket of its transfer, names the file and offset, and disturbs nothing else."""
 
 from __future__ import annotations
 
 import errno
 import os
 import pickle
+import resource
 import signal
 import subprocess
-import textwrap
 import threading
 
 import pytest
 import torch
-from tests.forks import ENGINE, Forks
 
 from wherry.tiers.disk import DiskError, DiskSpaceError, DiskStore, Fault
 
@@ -36,8 +35,10 @@ def failing(ticket) -> DiskError:
     return caught.value
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.ENODEV])
-@pytest.mark.parametrize("direction", ["read", "write"])
+@pytest.mark.parametrize(
+    ("direction", "code"),
+    [("read", errno.EIO), ("write", errno.ENOSPC), ("write", errno.EDQUOT), ("read", errno.ENODEV)],
+)
 def test_an_error_of_the_system(make, buffers, direction, code):
     out, back = buffers
     store = make()
@@ -90,8 +91,7 @@ def test_a_partial_transfer_goes_on(make, buffers):
     assert store.stats.resumed == 4
 
 
-@pytest.mark.parametrize("limit", [0, 100])
-@pytest.mark.parametrize("direction", ["read", "write"])
+@pytest.mark.parametrize(("direction", "limit"), [("read", 0), ("write", 100)])
 def test_a_transfer_that_moves_nothing_is_short(make, buffers, direction, limit):
     out, back = buffers
     store = make()
@@ -158,7 +158,7 @@ def test_a_checksum_covers_every_part(make, pool):
     nbytes = 3 * BLOCK + 1000
     record = store.reserve("layers.0", nbytes)
     buffer, back = pool.take(nbytes).random_(0, 256), pool.take(nbytes)
-    store.read(record, back).wait()  # never written: nothing to compare with
+    store.read(record, back).wait()  # never written, so there is no checksum
     store.write(record, buffer).wait()
     store.write(record, buffer[:SECTOR], offset=BLOCK).wait()
     store.read(record, back).wait()
@@ -208,31 +208,24 @@ def test_room_that_is_not_there_is_refused_at_once(make, roots, buffers):
 
 
 def test_a_limit_of_file_size_names_itself(tmp_path):
-    script = textwrap.dedent(f"""
-        import resource
-        from wherry.tiers.disk import DiskError, DiskStore
-        with DiskStore({str(tmp_path)!r}) as store:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-            try:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with DiskStore(tmp_path) as store:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+        try:
+            with pytest.raises(DiskError, match=r"layers\.0.*ulimit -f"):
                 store.reserve("layers.0", 2 << 20)
-            except DiskError as error:
-                print(error)
-    """)
-    with Forks(*ENGINE) as forks:
-        done = forks.run("-c", script, folder=tmp_path, launched=False)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "layers.0" in done.stdout
-    assert "ulimit -f" in done.stdout
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.fixture
-def small_disk(tmp_path):
-    """A file system of 8 MiB; making one takes the right to mount."""
+def small_disk(tmp_path, launched):
+    """A file system of 8 MiB; making one needs the right to mount."""
     folder = tmp_path / "small"
     folder.mkdir()
     mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=8m", "none", folder], capture_output=True, text=True)
     if mounted.returncode:
-        pytest.skip(f"a full disk takes the right to mount one: {mounted.stderr.strip()}")
+        pytest.skip(f"a full disk needs the right to mount one: {mounted.stderr.strip()}")
     yield folder
     subprocess.run(["umount", folder], check=True)
 
@@ -253,7 +246,7 @@ def test_a_disk_that_is_really_full(kind, small_disk, pool):
         out = pool.take(4 << 20).random_(0, 256)
         back = pool.take(4 << 20)
         store.write(record, out).wait()
-        # The reservation punched away, and its room taken by something else: now the write itself meets the full disk.
+        # Free the reservation and fill the disk, so that the write itself finds no space.
         os.truncate(store.paths[0], 0)
         os.truncate(store.paths[0], 4 << 20)
         other = os.open(small_disk / "other", os.O_CREAT | os.O_WRONLY)

@@ -28,7 +28,7 @@ FOREVER = """
 
 
 @pytest.fixture
-def running(tmp_path):
+def running(tmp_path, launched):
     """A live run with a swap folder: (process, folder)."""
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(FOREVER), str(tmp_path)], stdout=subprocess.PIPE, text=True

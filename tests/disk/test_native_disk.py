@@ -29,7 +29,7 @@ def test_crc32c_gives_the_published_values(library, data, expected):
     assert library.wherry_crc32c(data, len(data)) == expected
 
 
-def test_without_python(tmp_path):
+def test_without_python(tmp_path, launched):
     """The C++ test, compiled here; the sanitizers run the same source."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:

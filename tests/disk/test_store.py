@@ -1,4 +1,4 @@
-"""Records go to the disk and come back, on every backend."""
+"""Write records to disk and read them back, on every backend."""
 
 from __future__ import annotations
 
@@ -30,8 +30,10 @@ def noise(pool: HostPool, nbytes: int, seed: int = 0) -> torch.Tensor:
     return buffer
 
 
-@pytest.mark.parametrize("checksum", [False, True])
-@pytest.mark.parametrize("nbytes", [1, SECTOR - 1, SECTOR, BLOCK, 3 * BLOCK + SECTOR, 5 * BLOCK + 4321])
+@pytest.mark.parametrize(
+    ("nbytes", "checksum"),
+    [(1, True), (SECTOR - 1, False), (BLOCK, True), (3 * BLOCK + SECTOR, False), (5 * BLOCK + 4321, True)],
+)
 def test_round_trip(make, pool, nbytes, checksum):
     store = make(checksum=checksum)
     store.attach(pool)
@@ -136,18 +138,18 @@ def test_threads_of_the_caller_share_a_store(make, pool):
 
 def test_buffers_dropped_in_flight_stay_alive(make, pool):
     store = make()
-    record = store.reserve("layers.0", 32 * BLOCK)
-    out = noise(pool, 32 * BLOCK)
+    record = store.reserve("layers.0", 8 * BLOCK)
+    out = noise(pool, 8 * BLOCK)
     for _ in range(3):
         private = HostPool()
-        buffer = private.take(32 * BLOCK)
+        buffer = private.take(8 * BLOCK)
         buffer.copy_(out)
         store.write(record, buffer)
         del buffer, private
-        gc.collect()
+    gc.collect()
     while store.stats.bytes_written < 3 * out.numel():
         time.sleep(0.01)
-    back = pool.take(32 * BLOCK)
+    back = pool.take(8 * BLOCK)
     store.read(record, back).wait()
     assert torch.equal(back, out)
 
@@ -169,13 +171,13 @@ def test_registered_memory_is_used_where_there_is_io_uring(make, pool):
 
 def test_memory_that_a_pool_gave_up_is_not_registered_any_more(make, pool):
     store = make()
-    record = store.reserve("layers.0", 1 << 20)
-    for seed in range(4):
+    record = store.reserve("layers.0", 4 * BLOCK)
+    for seed in range(3):
         passing = HostPool()
         store.attach(passing)
-        buffer = noise(passing, 1 << 20, seed)
+        buffer = noise(passing, 4 * BLOCK, seed)
         store.write(record, buffer).wait()
-        back = noise(pool, 1 << 20, seed + 100)
+        back = noise(pool, 4 * BLOCK, seed + 100)
         store.read(record, back).wait()
         assert torch.equal(back, buffer)
         pool.give(back)
@@ -183,7 +185,8 @@ def test_memory_that_a_pool_gave_up_is_not_registered_any_more(make, pool):
             passing.give(buffer)
             passing.close()
         del buffer, passing
-        gc.collect()
+        if seed % 2 == 0:
+            gc.collect()
 
 
 def test_options_are_checked(tmp_path):
@@ -204,7 +207,7 @@ def test_options_are_checked(tmp_path):
         DiskStore(tmp_path / "file")
 
 
-def test_a_folder_that_is_not_there_is_made_and_told_of(tmp_path, caplog):
+def test_a_missing_folder_is_made_and_logged(tmp_path, caplog):
     for _ in range(2):
         DiskStore([tmp_path, tmp_path / "new"]).close()
     (record,) = caplog.records
@@ -260,7 +263,7 @@ def test_garbage_collection_closes(make, pool, kind, tmp_path):
     assert threading.active_count() <= before
 
 
-def test_a_fork_is_told_that_the_store_is_not_its_own(make, pool):
+def test_a_fork_cannot_use_the_store(make, pool, launched):
     store = make()
     record, buffer = store.reserve("a", SECTOR), noise(pool, SECTOR)
     store.write(record, buffer).wait()
@@ -274,7 +277,7 @@ def test_a_fork_is_told_that_the_store_is_not_its_own(make, pool):
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_the_folder_goes_at_interpreter_exit_but_not_with_a_forked_child(tmp_path):
+def test_the_folder_goes_at_interpreter_exit_but_not_with_a_forked_child(tmp_path, launched):
     script = textwrap.dedent(f"""
         import os, sys
         from wherry.tiers.buffers import HostPool

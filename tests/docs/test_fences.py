@@ -1,63 +1,101 @@
-"""Every command, program and config that the README and the pages show runs as it is written."""
+"""Commands, programs and configs of the README and the pages: checked by name, and run as they are written."""
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import io
 import json
 import os
 import re
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.cli.programs import WHERE, environment
-from tests.docs.fences import KINDS, Fence, commands_of, fences_of
-from tests.forks import ENGINE, QUIET, Forks
+from tests.docs.fences import KINDS, commands_of, fences_of
 
 import wherry.config
+from wherry.cli import main
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "SECURITY.md", *(ROOT / "docs").rglob("*.md")])
 PARTS = [page for page in PAGES if fences_of(page)]
-# Commands that set a machine up, by how they begin: what they name is looked for instead.
+# Commands that set a machine up are not run.
 SET_UP = ("make ", "pip install ", "source .venv/", "git clone ", "docker ", "cd ")
 # The largest answer of `wherry plan` says by its status that a model does not fit.
 MAY_SAY_NO = ("wherry plan ", "wherry doctor")
 TOY = "import sys; from tests.docs.toy import main; sys.exit(main())"
 
 
-@pytest.fixture(scope="module")
-def forks() -> Iterator[Forks]:
-    with Forks(*ENGINE, "wherry.train.job", as_deepspeed=True) as forks:
-        yield forks
+def each_page(test: Any) -> Any:
+    return pytest.mark.parametrize("page", PARTS, ids=lambda page: str(page.relative_to(ROOT)))(test)
 
 
-@pytest.mark.parametrize("page", PARTS, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_page_runs_from_top_to_bottom(page: Path, forks: Forks, tmp_path: Path) -> None:
-    (tmp_path / "examples").symlink_to(ROOT / "examples")
+@each_page
+def test_what_a_page_shows_is_well_formed(page: Path) -> None:
+    """Programs compile, configs load, and commands, targets of make and extras have the names and flags shown."""
     for fence in fences_of(page):
         where = f"{page.name}:{fence.line}"
         assert fence.kind in KINDS, f"{where}: expected one of {', '.join(KINDS)} behind the fence, got {fence.kind!r}"
-        if fence.title is not None:
-            (tmp_path / fence.title).write_text(fence.text)
+        if fence.not_run is not None:
+            assert len(fence.not_run.split()) >= 3, f"{where}: give a reason"
         if fence.kind == "json":
-            _check_config(where, fence)
+            values = json.loads(fence.text)
+            assert fence.not_run or wherry.config.load(values).to_dict(), where
         elif fence.kind == "python":
             compile(fence.text, where, "exec")
-            if fence.title is None and fence.not_run is None:
-                _check(where, forks.run("-c", fence.text, folder=tmp_path, launched=False), fence.text)
         elif fence.kind == "console":
             for command in commands_of(fence.text):
                 if command.startswith(SET_UP):
                     _check_set_up(where, command)
-                elif fence.not_run is None:
+                elif command.startswith("wherry "):
+                    _check_flags(where, shlex.split(command, comments=True)[1:])
+
+
+@each_page
+def test_a_page_runs_from_top_to_bottom(page: Path, forks: Any, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    processes = forks.of("wherry.train.job", as_deepspeed=True)
+    for fence in fences_of(page):
+        where = f"{page.name}:{fence.line}"
+        if fence.title is not None:
+            (tmp_path / fence.title).write_text(fence.text)
+        if fence.not_run is not None:
+            continue
+        if fence.kind == "python" and fence.title is None:
+            _check(where, processes.run("-c", fence.text, folder=tmp_path, launched=False), fence.text)
+        elif fence.kind == "console":
+            for command in commands_of(fence.text):
+                if not command.startswith(SET_UP):
                     allowed = (0, 1) if command.startswith(MAY_SAY_NO) else (0,)
-                    _check(where, _run(command, forks, tmp_path), command, allowed)
+                    _check(where, _run(command, processes, tmp_path), command, allowed)
 
 
-def _run(command: str, forks: Forks, folder: Path) -> subprocess.CompletedProcess[str]:
+@functools.cache
+def _help_of(*words: str) -> str:
+    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):
+        main([*words, "--help"])
+    return out.getvalue()
+
+
+def _check_flags(where: str, words: list[str]) -> None:
+    """The command and its flags are in its help; flags behind a script or a module are its own."""
+    # A command of a command stands in a line of its own.
+    command = words[:2] if re.search(rf"^    {' '.join(words[1:2])}\b", _help_of(words[0]), re.M) else words[:1]
+    known = _help_of(*command).replace("_", "-")
+    assert known, f"{where}: there is no command {' '.join(command)}"
+    own = words[: next((at for at, word in enumerate(words) if word.endswith(".py") or word == "--module"), None)]
+    for word in own:
+        if word.startswith("--"):
+            flag = word.partition("=")[0].replace("_", "-")
+            assert re.search(rf"{flag}\b(?!-)", known), f"{where}: {' '.join(command)} has no flag {word}"
+
+
+def _run(command: str, forks: Any, folder: Path) -> subprocess.CompletedProcess[str]:
     words = shlex.split(command, comments=True)
     alone = not set("|<>&;*$") & set(command.partition(" #")[0])
     if words[0] == "wherry" and alone:
@@ -72,7 +110,7 @@ def _run(command: str, forks: Forks, folder: Path) -> subprocess.CompletedProces
     return subprocess.run(
         ["bash", "-o", "pipefail", "-c", command],
         cwd=folder,
-        env=environment(**QUIET, PATH=path) | {"PYTHONPATH": f"{WHERE}{os.pathsep}{ROOT}"},
+        env=environment(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", PATH=path, PYTHONPATH=f"{WHERE}{os.pathsep}{ROOT}"),
         capture_output=True,
         text=True,
         timeout=280,
@@ -84,25 +122,14 @@ def _check(where: str, done: subprocess.CompletedProcess[str], what: str, allowe
     assert done.returncode in allowed and "Traceback" not in done.stderr, told
 
 
-def _check_config(where: str, fence: Fence) -> None:
-    values = json.loads(fence.text)
-    if fence.not_run is None:
-        assert wherry.config.load(values).to_dict(), where
-
-
 def _check_set_up(where: str, command: str) -> None:
-    """Targets of make and extras of the package that are named are there."""
+    """Look up the targets of make and the extras of the package."""
     if target := re.match(r"make ([\w-]+)", command):
         assert re.search(rf"^{target[1]}:", (ROOT / "Makefile").read_text(), re.M), f"{where}: no target {target[1]}"
     for extra in re.findall(r"(?:wherry|\.)\[([\w,]+)\]", command):
         text = (ROOT / "pyproject.toml").read_text()
         for name in extra.split(","):
             assert re.search(rf"^{name} = \[", text, re.M), f"{where}: no extra {name}"
-
-
-def test_what_is_not_run_has_a_reason() -> None:
-    reasons = [fence.not_run for page in PAGES for fence in fences_of(page) if fence.not_run is not None]
-    assert all(len(reason.split()) >= 3 for reason in reasons), reasons
 
 
 def test_a_fence_is_found_with_its_title_and_its_reason(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Counts the memory that a step asks for: tensors by who makes them, flats that grow, buffers of the pools."""
+"""Count the allocations of a step: tensors by the code that makes them, flats that grow."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ import wherry
 from wherry.tiers.elastic import Elastic
 
 WHERRY = str(Path(wherry.__file__).parent)
-# Frames of these are passed over: whoever called them asked.
+# Frames of these are skipped: their caller made the allocation.
 BETWEEN = (str(Path(torch.__file__).parent), sys.prefix, sys.base_prefix, "<")
-# A gradient that autograd itself computes has no frame but this.
+# The only frame of gradients that autograd computes itself.
 AUTOGRAD = "_engine_run_backward"
 
 
-# By thread, as ranks are threads and share the class that is watched.
+# By thread, as ranks are threads that share the patched class.
 SEES: dict[int, Allocations] = {}
 
 
 def watch_growth(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Memory that tensors grow by is told to whoever counts in their thread."""
+    """Count every growth of an Elastic for its thread."""
     grow = Elastic.grow
 
     def counted(elastic: Elastic) -> None:
@@ -44,10 +44,10 @@ def watch_growth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Allocations(TorchDispatchMode):
-    """While entered: tensors with memory of their own that operations of this thread make, and flats that grow.
+    """Count the tensors with new memory that operations of this thread make, and the flats that grow.
 
-    `engine` counts those that the engine's code asked for, by file and line, with their bytes; `model` those of the
-    model's code and of autograd. `grown` counts tensors whose memory came again: gathers.
+    `engine` counts those of the engine's code by file and line, `engine_bytes` their bytes, `model` those of the
+    model's code and of autograd. `grown` counts gathers, which grow memory again.
     """
 
     def __init__(self) -> None:
@@ -86,7 +86,7 @@ class Allocations(TorchDispatchMode):
 
 
 def asker(frame: FrameType | None) -> str | None:
-    """The line of the engine that asked for an operation; None if it was the model, or autograd."""
+    """Return the engine's line that called an operation; None for one of the model or of autograd."""
     while frame is not None:
         path = frame.f_code.co_filename
         if frame.f_code.co_name == AUTOGRAD:

@@ -64,7 +64,8 @@ def token_batch(step: int, micro: int, rank: int, size: int = 2) -> tuple[torch.
     return ids[:, :-1], ids[:, 1:]
 
 
-Batch = Callable[[int, int, int], tuple[torch.Tensor, ...]]
+# Positional or named inputs of a step, micro-batch and rank.
+Batch = Callable[[int, int, int], Any]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
 
 
@@ -72,15 +73,66 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1)
 
 
-def engine_of(model: nn.Module, config: dict[str, Any], mesh: Any = None) -> Any:
-    """An engine that trains all of the model."""
-    return wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config, mesh=mesh)[0]
+def engine_of(
+    model: nn.Module, config: dict[str, Any], mesh: Any = None, optimizer: MakeOptimizer | None = adamw
+) -> Any:
+    """Build an engine that trains all of the model."""
+    made = optimizer(model.parameters()) if optimizer is not None else None
+    return wherry.initialize(model=model, optimizer=made, config=config, mesh=mesh)[0]
+
+
+def on_ranks(
+    use: Callable[[Any], Any],
+    *,
+    ranks: int = 2,
+    stage: int = 3,
+    accumulation: int = 1,
+    clip: float = 0.0,
+    model: nn.Module | None = None,
+    optimizer: MakeOptimizer | None = adamw,
+    config: dict[str, Any] | None = None,
+    place: Callable[[Comm], Any] = lambda comm: comm,
+) -> list[Any]:
+    """Build one engine per rank, each of a copy of the model; return the results of `use(engine)` by rank."""
+    source = make_model() if model is None else model
+
+    def body(comm: Comm) -> Any:
+        full = settings(stage, accumulation, clip, copy.deepcopy(config))
+        engine = engine_of(copy.deepcopy(source), full, place(comm), optimizer)
+        result = use(engine)
+        engine.close()
+        return result
+
+    return run_ranks(ranks, body)
 
 
 def train_step(engine: Any, step: int, rank: int) -> None:
-    """Of one micro-batch."""
+    """Train one micro-batch, which is a window."""
     engine.backward(engine(*token_batch(step, 0, rank)))
     engine.step()
+
+
+def train(engine: Any, stop: int, start: int = 0, batch: Batch = token_batch) -> list[float]:
+    """Train the steps from `start` up to `stop` on this rank's batches; return the loss of each micro-batch."""
+    losses = []
+    for step in range(start, stop):
+        for micro in range(engine.gradient_accumulation_steps()):
+            loss = _forward(engine, batch(step, micro, engine.comm.rank))
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+    return losses
+
+
+def weights_of(engine: Any) -> dict[str, torch.Tensor]:
+    """Copy the whole working weights of an engine."""
+    with wherry.gathered(engine.module):
+        return {name: p.detach().clone() for name, p in engine.module.named_parameters()}
+
+
+def masters_of(engine: Any) -> dict[str, torch.Tensor]:
+    """Copy the whole fp32 masters of an engine."""
+    return {name: engine.states.full(name, "master") for name, _ in engine.module.named_parameters()}
 
 
 @dataclass
@@ -100,9 +152,10 @@ def train_plain(
     clip: float = 0.0,
     optimizer: MakeOptimizer = adamw,
     batch: Batch = token_batch,
+    in_place: bool = False,
 ) -> Run:
-    """The oracle: one process, plain PyTorch, the mean loss over all ranks' micro-batches."""
-    model = copy.deepcopy(model)
+    """Train by plain PyTorch on one process: the oracle, on the mean loss over all ranks' micro-batches."""
+    model = model if in_place else copy.deepcopy(model)
     trainable = [p for p in model.parameters() if p.requires_grad]
     opt = optimizer(trainable)
     run = Run()
@@ -111,7 +164,7 @@ def train_plain(
         total = 0.0
         for micro in range(accumulation):
             for rank in range(ranks):
-                loss = model(*batch(step, micro, rank)) / (ranks * accumulation)
+                loss = _forward(model, batch(step, micro, rank)) / (ranks * accumulation)
                 loss.backward()
                 total += float(loss.detach())
         # In float64: over a million elements torch's own norm is off by more than the tolerance.
@@ -123,6 +176,46 @@ def train_plain(
         run.losses.append(total)
     run.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
     return run
+
+
+def train_masters(
+    model: nn.Module,
+    dtype: torch.dtype,
+    *,
+    steps: int,
+    ranks: int = 1,
+    accumulation: int = 1,
+    accumulate: torch.dtype | None = None,
+    scale: float = 1.0,
+    optimizer: MakeOptimizer = adamw,
+) -> Run:
+    """Train fp32 masters by gradients of their rounded copies, summed in `accumulate`: the oracle of half precision."""
+    masters, working = copy.deepcopy(model), copy.deepcopy(model).to(dtype)
+    opt, run = optimizer(masters.parameters()), Run()
+    for step in range(steps):
+        opt.zero_grad()
+        total = 0.0
+        for rank in range(ranks):
+            sums = [torch.zeros_like(p, dtype=accumulate or dtype) for p in working.parameters()]
+            for micro in range(accumulation):
+                loss = working(*token_batch(step, micro, rank))
+                torch._foreach_add_(sums, torch.autograd.grad(loss * scale, list(working.parameters())))
+                total += float(loss.detach()) / (ranks * accumulation)
+            for master, grad in zip(masters.parameters(), sums, strict=True):
+                grad = grad.float() / (scale * accumulation * ranks)
+                master.grad = grad if master.grad is None else master.grad + grad
+        opt.step()
+        with torch.no_grad():
+            torch._foreach_copy_(list(working.parameters()), list(masters.parameters()))
+        run.losses.append(total)
+    run.weights = {name: p.detach() for name, p in working.named_parameters()}
+    run.extra = {name: p.detach() for name, p in masters.named_parameters()}
+    return run
+
+
+def _forward(model: Any, batch: Any) -> torch.Tensor:
+    """Return the loss of a batch of positional or of named inputs."""
+    return model(**batch).loss if isinstance(batch, dict) else model(*batch)
 
 
 def train_engine(
@@ -142,10 +235,13 @@ def train_engine(
     each_step: Callable[[Any, int], None] | None = None,
     finish: Callable[[Any], Any] | None = None,
     plain_backward: bool = False,
+    by_window: bool = False,
 ) -> Run:
-    """The same training through the engine; what rank 0 saw, losses averaged over ranks.
+    """Train the same through the engine; return rank 0's run, with losses averaged over ranks.
 
-    `place` is where a rank is: its mesh. `before_step(engine, step)` and `each_step` are called around a step.
+    `place` gives a rank's mesh. `before_step(engine, step)` and `each_step` are called around a step; `extra` of the
+    run is the result of `finish(engine)`, or without it the results of `each_step`. With `by_window`, a step is one
+    call of `engine.train_batch`.
     """
 
     def body(comm: Comm) -> Run:
@@ -158,13 +254,18 @@ def train_engine(
             mesh=place(comm),
             config=settings(stage, accumulation, clip, config),
         )
+        results = []
         for step in range(steps):
             total = 0.0
             if before_step is not None:
                 before_step(engine, step)
             micro_batches = engine.gradient_accumulation_steps()
-            for micro in range(micro_batches):
-                loss = engine(*batch(step, micro, comm.rank))
+            batches = (batch(step, micro, comm.rank) for micro in range(micro_batches))
+            if by_window:
+                comm.traffic.clear()
+                total = float(engine.train_batch(batches))
+            for given in () if by_window else batches:
+                loss = _forward(engine, given)
                 if plain_backward:
                     loss.backward()
                 else:
@@ -172,14 +273,13 @@ def train_engine(
                 engine.step()
                 total += float(loss.detach()) / micro_batches
             if each_step is not None:
-                each_step(engine, step)
+                results.append(each_step(engine, step))
             norm = engine.get_global_grad_norm()
             run.norms.append(-1.0 if norm is None else norm)
             run.losses.append(sum(comm.gather_objects(total)) / comm.size)
-        engine.settle()  # of delayed updates, the last is made
-        with wherry.gathered(engine.module):
-            run.weights = {name: p.detach().clone() for name, p in mine.named_parameters()}
-        run.extra = finish(engine) if finish is not None else None
+        engine.settle()  # with delayed updates, apply the last one
+        run.weights = weights_of(engine)
+        run.extra = finish(engine) if finish is not None else results
         engine.close()
         return run
 
@@ -195,7 +295,7 @@ def settings(
         "gradient_clipping": clip,
         **(more or {}),
     }
-    # Every flat travels, by itself.
+    # Every flat is communicated, and each in a collective of its own.
     alone = {"reduce_bucket_size": 0, "allgather_bucket_size": 0}
     zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **alone}
     config["zero_optimization"] = zero | config.get("zero_optimization", {})
@@ -203,12 +303,12 @@ def settings(
 
 
 def gathered(engine: Any) -> int:
-    """Bytes of weights that are whole at this moment, and do not stay so."""
+    """Return the bytes of gathered weights that are whole at this moment."""
     return next((row.bytes_actual for row in engine.memory() if row.state == "gathered"), 0)
 
 
 class PeakGathered:
-    """The most of them, looked at whenever a module begins and whenever a gradient comes."""
+    """The most gathered bytes, sampled at each module's forward and at each gradient."""
 
     def __init__(self, engine: Any) -> None:
         self.engine = engine
@@ -230,13 +330,27 @@ def assert_close(one: Run, other: Run, tolerance: float = 1e-5) -> None:
     for name in ("losses", "norms"):
         ours, theirs = torch.tensor(getattr(one, name)), torch.tensor(getattr(other, name))
         torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=0, msg=lambda m, name=name: f"{name}: {m}")
-    for name, weight in other.weights.items():
-        torch.testing.assert_close(one.weights[name], weight, rtol=0, atol=tolerance, msg=lambda m, n=name: f"{n}: {m}")
+    assert_near(one.weights, other.weights, tolerance)
 
 
 def assert_equal(one: Run, other: Run) -> None:
-    """The same bits, but for the norm's float64 sum, whose order follows the shards."""
+    """Compare bits; of norms the value, as the order of their float64 sum follows the shards."""
     assert one.losses == other.losses
     assert one.norms == pytest.approx(other.norms, rel=1e-13, nan_ok=True)
     for name, weight in other.weights.items():
         assert torch.equal(one.weights[name], weight), name
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """Compare the bits of two state_dicts."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def assert_near(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    """Compare the tensors that `other` has."""
+    for name, value in other.items():
+        torch.testing.assert_close(
+            one[name], value, rtol=0, atol=tolerance, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+        )

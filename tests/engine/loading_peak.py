@@ -1,4 +1,4 @@
-"""Run by test_loading_peak: one rank of several loads a model of 8 GB from a folder that is nearly all holes."""
+"""A program: one rank of several loads a model of 8 GB from sparse files, and prints its peak memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import wherry
-from wherry.integrations.bits import to_bits
-from wherry.plan.imagined import FakeComm
-from wherry.sharding.meta import StayingInMemory
 
 RANKS = 8
 SIZES: dict[str, Any] = {
@@ -30,12 +25,14 @@ THIN: dict[str, Any] = {"hidden_size": 1024, "intermediate_size": 4096, "num_hid
 
 
 def outline(sizes: dict[str, Any]) -> Any:
+    import transformers
+
     with wherry.Init(meta=True):
         return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes)).to(torch.bfloat16)
 
 
 def sparse_folder(model: nn.Module, folder: Path, files: int) -> int:
-    """Files as `transformers` writes them, of zeros that take no room on the disk; returns their bytes."""
+    """Write files as `transformers` does, of zeros that take no blocks of the disk; return their bytes."""
     folder.mkdir(parents=True)
     names = [f"model-{i + 1:05}-of-{files:05}.safetensors" for i in range(files)]
     tensors = list(model.state_dict().items())
@@ -59,12 +56,18 @@ def sparse_folder(model: nn.Module, folder: Path, files: int) -> int:
 
 
 def status(name: str) -> int:
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return 1024 * int(found[1])
+    match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return 1024 * int(match[1])
 
 
 def engine_of(sizes: dict[str, Any], folder: Path, offload: dict[str, Any], bits: int | None = None) -> Any:
+    from peft import LoraConfig, get_peft_model
+
+    from wherry.integrations.bits import to_bits
+    from wherry.plan.imagined import FakeComm
+    from wherry.sharding.meta import StayingInMemory
+
     model = outline(sizes)
     wherry.load_pretrained(model if bits is None else to_bits(model, bits, torch.bfloat16, "test"), folder)
     with StayingInMemory():
@@ -74,7 +77,7 @@ def engine_of(sizes: dict[str, Any], folder: Path, offload: dict[str, Any], bits
 
 
 def loaded(sizes: dict[str, Any], folder: Path, offload: dict[str, Any], bits: int | None = None) -> dict[str, int]:
-    """What an engine holds, and the most that there was of memory above what there was before."""
+    """Return the rows of an engine's memory, and the growth of the process to its peak."""
     Path("/proc/self/clear_refs").write_text("5")
     before = status("VmRSS")
     engine = engine_of(sizes, folder, offload, bits)
@@ -94,16 +97,12 @@ def main() -> None:
         tiers.pop("disk")
     sparse_folder(outline(SMALL), folder / "small", 2)
     for offload in tiers.values():
-        loaded(SMALL, folder / "small", offload, bits)  # what is loaded at first use is not of the model
+        loaded(SMALL, folder / "small", offload, bits)  # imports at first use are not counted
     sizes = SIZES if bits is None else {**SIZES, **THIN}
     model = outline(sizes)
     total = sparse_folder(model, folder / "large", 5)
     piece = max(parameter.nbytes for parameter in model.parameters())
     del model
-    found = {tier: loaded(sizes, folder / "large", offload, bits) for tier, offload in tiers.items()}
+    tiers_seen = {tier: loaded(sizes, folder / "large", offload, bits) for tier, offload in tiers.items()}
     blocks = sum(file.stat().st_blocks * 512 for file in (folder / "large").glob("*"))
-    json.dump({"total": total, "piece": piece, "on disk": blocks, **found}, sys.stdout)
-
-
-if __name__ == "__main__":
-    main()
+    json.dump({"total": total, "piece": piece, "on disk": blocks, **tiers_seen}, sys.stdout)

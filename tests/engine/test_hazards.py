@@ -1,4 +1,4 @@
-"""Where sharded training goes wrong in silence elsewhere: each of these equals plain PyTorch, or is refused."""
+"""Programs that train wrongly in silence elsewhere: each equals plain PyTorch, or is refused."""
 
 from __future__ import annotations
 
@@ -6,40 +6,44 @@ import copy
 import itertools
 import pickle
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import adamw, assert_close, make_model, settings, token_batch, train_engine, train_plain
-from tests.engine.test_models import Residual, Stack, sgd, vectors
+from tests.engine.harness import (
+    adamw,
+    assert_close,
+    assert_near,
+    assert_same,
+    engine_of,
+    make_model,
+    on_ranks,
+    settings,
+    token_batch,
+    train,
+    train_engine,
+    train_plain,
+)
+from tests.models import Residual, Stack, rotate, sgd, vectors
 from torch import nn
 from torch.nn import functional as F
 
 import wherry
 from wherry.errors import WherryError
-from wherry.parallel.comm import Comm
-from wherry.testing import run_ranks
-
-
-def built(model: nn.Module, optimizer: torch.optim.Optimizer, config: dict[str, Any], comm: Comm) -> wherry.Engine:
-    return wherry.initialize(model=model, optimizer=optimizer, config=config, mesh=comm)[0]
 
 
 class Box:
-    """An object of the user's own, in which no hook finds a tensor."""
+    """A user's object, in which no hook finds a tensor."""
 
     def __init__(self, value: torch.Tensor) -> None:
         self.value = value
 
 
 class BoxedOutputs(Stack):
-    class Boxing(Residual):
+    class Block(Residual):
         def forward(self, box: Box) -> Box:  # type: ignore[override]
             return Box(super().forward(box.value) * self.norm.weight.view(1, -1))
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(self.Boxing() for _ in range(3))
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         box = Box(x)
@@ -49,16 +53,12 @@ class BoxedOutputs(Stack):
 
 
 class LossesAside(Stack):
-    """Blocks that keep a loss on themselves, as routers of experts do."""
+    """Blocks that keep a loss in an attribute, as routers of experts do."""
 
-    class Routing(Residual):
+    class Block(Residual):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             self.aside = torch.tanh(self.linear(x)).square().mean()
             return super().forward(x)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(self.Routing() for _ in range(3))
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         loss = super().forward(x, y)
@@ -66,17 +66,13 @@ class LossesAside(Stack):
 
 
 class DetachedWeight(Stack):
-    class Both(Residual):
+    class Block(Residual):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return super().forward(x) + 0.1 * F.linear(x, self.linear.weight.detach())
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(self.Both() for _ in range(3))
-
 
 class LaterWeight(Stack):
-    """A block uses a weight of one after it, whose gradient comes when the backward is through with both."""
+    """Blocks that use a weight of the last one, whose gradient comes after the backward of all."""
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:
@@ -85,7 +81,7 @@ class LaterWeight(Stack):
 
 
 class UndefinedGradient(Stack):
-    """Weights that autograd reaches by a function that has no gradient for them."""
+    """Weights that autograd reaches through a function without a gradient for them."""
 
     class Straight(torch.autograd.Function):
         @staticmethod
@@ -106,21 +102,28 @@ class UndefinedGradient(Stack):
         return self.out(x)
 
 
-@pytest.mark.parametrize("policy", ["at_step", "before_use", "in_backward"])
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("cls", [LaterWeight, UndefinedGradient])
-def test_gradients_that_come_after_their_unit_and_those_that_are_none(
-    cls: type[nn.Module], stage: int, policy: str
-) -> None:
+@pytest.mark.parametrize(
+    ("cls", "stage", "policy"),
+    [
+        (LaterWeight, 0, "in_backward"),
+        (LaterWeight, 2, "before_use"),
+        (LaterWeight, 3, "in_backward"),
+        (UndefinedGradient, 2, "in_backward"),
+        (UndefinedGradient, 3, "before_use"),
+        (UndefinedGradient, 3, "at_step"),
+    ],
+)
+def test_late_and_undefined_gradients(cls: type[nn.Module], stage: int, policy: str) -> None:
     model = make_model(cls)
     common: dict[str, Any] = {"ranks": 2, "steps": 3, "batch": vectors, "optimizer": adamw}
     config = {"wherry": {"update_policy": policy}}
     assert_close(train_engine(model, stage=stage, config=config, **common), train_plain(model, **common))
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("cls", [BoxedOutputs, LossesAside, DetachedWeight])
-def test_weights_that_backward_wants_by_other_ways(cls: type[nn.Module], stage: int) -> None:
+@pytest.mark.parametrize(
+    ("cls", "stage"), [(BoxedOutputs, 3), (LossesAside, 3), (DetachedWeight, 3), (BoxedOutputs, 2), (LossesAside, 0)]
+)
+def test_released_weights_that_backward_reads(cls: type[nn.Module], stage: int) -> None:
     model = make_model(cls)
     common: dict[str, Any] = {"ranks": 2, "steps": 3, "batch": vectors, "optimizer": sgd}
     assert_close(train_engine(model, stage=stage, **common), train_plain(model, **common))
@@ -128,20 +131,18 @@ def test_weights_that_backward_wants_by_other_ways(cls: type[nn.Module], stage: 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_a_gradient_penalty(stage: int) -> None:
-    """A backward through a backward."""
+    """Run a backward through a backward."""
 
-    def penalised(model: Any, rank: int) -> torch.Tensor:
+    def penalized(model: Any, rank: int) -> torch.Tensor:
         x, y = vectors(0, 0, rank)
         x.requires_grad_()
         loss = model(x, y)
         (slope,) = torch.autograd.grad(loss, x, create_graph=True)
         return loss + slope.square().sum()
 
-    def body(comm: Comm) -> dict[str, torch.Tensor]:
-        mine = copy.deepcopy(model)
-        engine = built(mine, sgd(mine.parameters()), settings(stage), comm)
+    def use(engine: Any) -> dict[str, torch.Tensor]:
         for _ in range(2):
-            engine.backward(penalised(engine, comm.rank))
+            engine.backward(penalized(engine, engine.comm.rank))
             engine.step()
         assert stage < 3 or engine.module.out.weight.isnan().all()
         return engine.module.state_dict()
@@ -151,21 +152,17 @@ def test_a_gradient_penalty(stage: int) -> None:
     optimizer = sgd(plain.parameters())
     for _ in range(2):
         optimizer.zero_grad()
-        sum(penalised(plain, rank) / 2 for rank in range(2)).backward()
+        sum(penalized(plain, rank) / 2 for rank in range(2)).backward()
         optimizer.step()
-    weights = run_ranks(2, body)[0]
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-5)
+    assert_near(on_ranks(use, stage=stage, model=model, optimizer=sgd)[0], plain.state_dict())
 
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_gradients_of_inputs_are_no_micro_batch(stage: int) -> None:
-    def body(comm: Comm) -> list[bool]:
-        mine = copy.deepcopy(model)
-        engine = built(mine, sgd(mine.parameters()), settings(stage, 2), comm)
+    def use(engine: Any) -> list[bool]:
         applied = []
         for micro in range(4):
-            x, y = vectors(0, micro, comm.rank)
+            x, y = vectors(0, micro, engine.comm.rank)
             x.requires_grad_()
             (slope,) = torch.autograd.grad(engine(x, y), x)
             assert slope.isfinite().all()
@@ -174,54 +171,40 @@ def test_gradients_of_inputs_are_no_micro_batch(stage: int) -> None:
             applied.append(engine.was_step_applied())
         return applied
 
-    model = make_model(Stack)
-    assert run_ranks(2, body) == [[False, True] * 2] * 2
+    applied = on_ranks(use, stage=stage, accumulation=2, model=make_model(Stack), optimizer=sgd)
+    assert applied == [[False, True] * 2] * 2
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_two_backwards_before_one_step(stage: int) -> None:
-    """Their gradients add up, as in plain PyTorch."""
-
-    def body(comm: Comm) -> dict[str, torch.Tensor]:
-        mine = copy.deepcopy(model)
-        engine = built(mine, adamw(mine.parameters()), settings(stage), comm)
-        for step in range(3):
+def test_gradients_of_two_backwards_before_one_step_add_up(stage: int) -> None:
+    def use(engine: Any) -> dict[str, torch.Tensor]:
+        for step in range(2):
             for micro in range(2):
-                engine.backward(engine(*token_batch(step, micro, comm.rank)))
+                engine.backward(engine(*token_batch(step, micro, engine.comm.rank)))
             engine.step()
         return engine.module.state_dict()
 
-    model = make_model()
-    plain = copy.deepcopy(model)
+    plain = make_model()
     optimizer = adamw(plain.parameters())
-    for step in range(3):
+    for step in range(2):
         optimizer.zero_grad()
         for micro, rank in itertools.product(range(2), range(2)):
             (plain(*token_batch(step, micro, rank)) / 2).backward()
         optimizer.step()
-    weights = run_ranks(2, body)[0]
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-5)
+    assert_near(on_ranks(use, stage=stage)[0], plain.state_dict())
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_zero_grad_drops_what_no_step_has_used(stage: int) -> None:
-    def body(comm: Comm, drop: bool) -> dict[str, torch.Tensor]:
-        mine = copy.deepcopy(model)
-        engine, optimizer, *_ = wherry.initialize(
-            model=mine, optimizer=adamw(mine.parameters()), config=settings(stage), mesh=comm
-        )
+def test_zero_grad_drops_gradients_that_no_step_used(stage: int) -> None:
+    def use(engine: Any, drop: bool) -> dict[str, torch.Tensor]:
         if drop:
-            engine.backward(engine(*token_batch(7, 0, comm.rank)))
+            engine.backward(engine(*token_batch(7, 0, engine.comm.rank)))
         for step in range(2):
-            optimizer.zero_grad()
-            engine.backward(engine(*token_batch(step, 0, comm.rank)))
-            engine.step()
+            engine.optimizer.zero_grad()
+            train(engine, step + 1, step)
         return engine.module.state_dict()
 
-    model = make_model()
-    dropped, never = (run_ranks(2, lambda comm, drop=drop: body(comm, drop))[0] for drop in (True, False))
-    assert all(torch.equal(dropped[name], value) for name, value in never.items())
+    assert_same(*(on_ranks(partial(use, drop=drop), stage=stage)[0] for drop in (True, False)))
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -234,54 +217,46 @@ def test_an_infinite_gradient_is_clipped_as_torch_clips_it(stage: int) -> None:
         def forward(self, factor: torch.Tensor) -> torch.Tensor:
             return (self.a * factor).sum() + self.b.sum()
 
-    factor = torch.tensor([1.0, float("inf"), 1.0])
-    plain = Plain()
-    plain(factor).backward()
-    nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
-    torch.optim.SGD(plain.parameters(), lr=0.1).step()
-
-    def body(comm: Comm) -> dict[str, torch.Tensor]:
-        mine = Plain()
-        optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
-        given = settings(stage, clip=1.0, more={"wherry": {"nonfinite": "ignore"}})
-        engine, *_ = wherry.initialize(model=mine, optimizer=optimizer, config=given, mesh=comm)
+    def use(engine: Any) -> dict[str, torch.Tensor]:
         engine.backward(engine(factor))
         engine.step()
         assert engine.get_global_grad_norm() == float("inf")
         return engine.module.state_dict()
 
-    weights = run_ranks(2, body)[0]
-    for name, value in plain.state_dict().items():
-        torch.testing.assert_close(weights[name], value, equal_nan=True)
+    factor = torch.tensor([1.0, float("inf"), 1.0])
+    tenth = partial(torch.optim.SGD, lr=0.1)
+    config = {"wherry": {"nonfinite": "ignore"}}
+    weights = on_ranks(use, stage=stage, clip=1.0, model=Plain(), optimizer=tenth, config=config)[0]
+    plain = Plain()
+    plain(factor).backward()
+    nn.utils.clip_grad_norm_(plain.parameters(), 1.0)
+    tenth(plain.parameters()).step()
+    assert_near(weights, plain.state_dict())
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_a_forward_inside_gathered(stage: int) -> None:
-    """As for generation: units stay whole, and their forwards release nothing."""
-
-    def body(comm: Comm) -> list[float]:
-        mine = copy.deepcopy(model)
-        engine, *_ = wherry.initialize(model=mine, config=settings(stage), mesh=comm)
-        with torch.no_grad(), wherry.gathered(mine):
-            comm.traffic.clear()
+def test_forwards_inside_gathered_gather_nothing(stage: int) -> None:
+    def use(engine: Any) -> list[float]:
+        with torch.no_grad(), wherry.gathered(engine.module):
+            engine.comm.traffic.clear()
             losses = [float(engine(*token_batch(0, micro, 0))) for micro in range(3)]
-            assert not comm.traffic.calls
-        assert stage < 3 or mine.head.weight.isnan().all()
+            assert not engine.comm.traffic.calls
+        assert stage < 3 or engine.module.head.weight.isnan().all()
         return losses
 
     model = make_model()
     with torch.no_grad():
         expected = [float(model(*token_batch(0, micro, 0))) for micro in range(3)]
-    assert run_ranks(2, body)[0] == pytest.approx(expected)
+    assert on_ranks(use, stage=stage, optimizer=None)[0] == pytest.approx(expected)
 
 
 def test_a_parameter_has_one_engine_at_a_time() -> None:
     model = make_model()
-    engine, *_ = wherry.initialize(model=model, config=settings(2))
+    engine = engine_of(model, settings(2))
     with pytest.raises(WherryError, match=r"embed\.weight: this parameter belongs to another engine"):
-        wherry.initialize(model=model, config=settings(2))
+        engine_of(model, settings(2))
     engine.close()
-    wherry.initialize(model=model, config=settings(2))[0].close()
+    engine_of(model, settings(2)).close()
 
 
 MOVES: dict[str, Callable[[nn.Module], object]] = {
@@ -305,44 +280,34 @@ class Images(nn.Module):
         return self.inner(x).mean()
 
 
-@pytest.mark.parametrize("move", MOVES)
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_move_or_cast_of_what_an_engine_holds_is_refused_where_it_is_made(stage: int, move: str) -> None:
-    """Of the engine, the model, or a module of it: and nothing of it has changed by then."""
+@pytest.mark.parametrize(("move", "stage"), rotate(MOVES, [0, 3]))
+def test_a_move_or_cast_of_an_engines_model_is_refused_at_the_call(stage: int, move: str) -> None:
+    """Move the engine, the model, or a module of it: the error comes before any change."""
 
-    def body(comm: Comm) -> None:
-        mine = copy.deepcopy(model)
-        engine = built(mine, adamw(mine.parameters()), settings(stage), comm)
+    def use(engine: Any) -> None:
+        mine = engine.module
         for module, name in ((engine, "inner.0.weight"), (mine, "inner.0.weight"), (mine.inner[1], "inner.1.weight")):
-            with pytest.raises(WherryError, match=rf"{name}: .* cannot be moved or cast") as told:
+            with pytest.raises(WherryError, match=rf"{name}: .* cannot be moved or cast") as raised:
                 MOVES[move](module)
-            assert '"bf16"' in str(told.value) and "engine.unwrap()" in str(told.value)
+            assert '"bf16"' in str(raised.value) and "engine.unwrap()" in str(raised.value)
         assert {buffer.dtype for buffer in mine.buffers()} == {torch.float64}
         assert {(p.dtype, p.device.type) for p in mine.parameters()} == {(torch.float32, "cpu")}
         engine.backward(engine(torch.ones(1, 3, 8, 8)))
         engine.step()
-        whole = engine.unwrap()
-        MOVES[move](whole)
+        MOVES[move](engine.unwrap())
 
-    model = make_model(Images)
-    run_ranks(2, body)
+    on_ranks(use, stage=stage, model=make_model(Images))
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_move_that_changes_nothing_goes_through_and_copies_move_as_they_like(stage: int) -> None:
-    def body(comm: Comm) -> list[float]:
-        mine = copy.deepcopy(model)
-        engine = built(mine, adamw(mine.parameters()), settings(stage), comm)
-        losses = []
-        for step in range(3):
-            for module in (engine, mine, mine.blocks[1]):
-                assert module.to("cpu") is module
-                assert module.float() is module and module.cpu() is module and module.to(torch.float32) is module
-            mine.share_memory()
-            loss = engine(*token_batch(step, 0, comm.rank))
-            engine.backward(loss)
-            engine.step()
-            losses.append(float(loss.detach()))
+def test_moves_without_effect_and_moves_of_copies_are_allowed(stage: int) -> None:
+    def use(engine: Any) -> list[float]:
+        mine = engine.module
+        for module in (engine, mine, mine.blocks[1]):
+            assert module.to("cpu") is module
+            assert module.float() is module and module.cpu() is module and module.to(torch.float32) is module
+        mine.share_memory()
+        losses = train(engine, 2)
         with wherry.gathered(mine):
             copies = [copy.deepcopy(mine), pickle.loads(pickle.dumps(mine))]
         for other in copies:
@@ -352,16 +317,14 @@ def test_a_move_that_changes_nothing_goes_through_and_copies_move_as_they_like(s
         assert not any("_apply" in vars(module) for module in mine.modules())
         return losses
 
-    model = make_model()
-    expected = train_engine(model, stage=stage, ranks=2, steps=3)
-    losses = run_ranks(2, body)
-    assert [sum(step) / 2 for step in zip(*losses, strict=True)] == expected.losses
+    expected = on_ranks(lambda engine: train(engine, 2), stage=stage)
+    assert on_ranks(use, stage=stage) == expected
 
 
 @pytest.mark.parametrize("how", ["data", "set_", "swap_tensors"])
-def test_other_data_in_a_parameter_are_told_of_and_not_left_untrained(how: str) -> None:
-    model = make_model()
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(2))
+def test_other_data_in_a_parameter_are_refused_by_the_step(how: str) -> None:
+    model: Any = make_model()
+    engine = engine_of(model, settings(2))
     weight = model.blocks[0].mix.weight
     other = weight.detach().clone()
     if how == "data":

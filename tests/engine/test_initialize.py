@@ -1,4 +1,4 @@
-"""What `wherry.initialize` may be given, in every form, and what it says of what does not fit."""
+"""Arguments of `wherry.initialize` in every form, and its errors for those that do not fit."""
 
 from __future__ import annotations
 
@@ -14,6 +14,8 @@ from typing import Any
 
 import pytest
 import torch
+from tests.engine.harness import assert_near
+from tests.models import rotate
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, StepLR
 from torch.utils.data import DataLoader, IterableDataset
@@ -56,8 +58,7 @@ WAYS: dict[str, Callable[[Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("form", "way"), list(zip(FORMS, [*WAYS, "args.wherry_config"], strict=True)))
 def test_the_config_in_every_form_and_every_way(form: str, way: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps(CONFIG))
@@ -76,7 +77,7 @@ def test_the_config_in_every_form_and_every_way(form: str, way: str, tmp_path: P
         ("args.wherry_config", "args.deepspeed_config"),
     ],
 )
-def test_a_config_that_is_given_twice_is_a_mistake_even_if_both_agree(twice: tuple[str, str]) -> None:
+def test_a_config_given_twice_is_refused_even_if_both_agree(twice: tuple[str, str]) -> None:
     given: dict[str, Any] = {"args": argparse.Namespace()}
     for way in twice:
         if way.startswith("args."):
@@ -108,7 +109,7 @@ def two_groups(model: nn.Module) -> list[dict[str, Any]]:
     return [{"params": matrices, "lr": 0.5}, {"params": [p for p in model.parameters() if p.dim() == 1]}]
 
 
-# What is given for the parameters, and the same for torch's own optimizer.
+# `model_parameters`, and the same for torch's own optimizer.
 PARAMETERS: dict[str, tuple[Callable[[nn.Module], Any], Callable[[nn.Module], Any]]] = {
     "nothing": (lambda model: None, lambda model: model.parameters()),
     "an empty list": (lambda model: [], lambda model: model.parameters()),
@@ -134,8 +135,7 @@ def two_steps(step: Callable[[torch.Tensor], None]) -> None:
         step(torch.arange(12.0).view(3, 4) / 10 + number)
 
 
-@pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.parametrize("form", PARAMETERS)
+@pytest.mark.parametrize(("form", "maker"), rotate(PARAMETERS, list(MAKERS)))
 def test_parameters_and_optimizers_in_every_form(form: str, maker: str) -> None:
     model = net()
     give, oracle = PARAMETERS[form]
@@ -151,7 +151,7 @@ def test_parameters_and_optimizers_in_every_form(form: str, maker: str) -> None:
 
     def body(comm: Comm) -> dict[str, torch.Tensor]:
         mine = copy.deepcopy(model)
-        # An instance has the parameters already; beside it they are only told once more.
+        # An instance has its parameters already.
         made = MAKERS[maker](give(mine) or mine.parameters())
         zero = {"stage": 3 if form == "groups" else 2, "stage3_param_persistence_threshold": 0}
         engine, *_ = wherry.initialize(
@@ -172,8 +172,7 @@ def test_parameters_and_optimizers_in_every_form(form: str, maker: str) -> None:
         return weights
 
     for weights in run_ranks(2, body):
-        for name, value in plain.state_dict().items():
-            torch.testing.assert_close(weights[name], value, msg=lambda message, name=name: f"{name}: {message}")
+        assert_near(weights, plain.state_dict(), 1e-6)
 
 
 @pytest.mark.parametrize(
@@ -196,18 +195,18 @@ def test_parameters_and_optimizers_in_every_form(form: str, maker: str) -> None:
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_what_does_not_fit_is_told(
+def test_arguments_that_do_not_fit_are_refused(
     given: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.chdir(tmp_path)  # a disk's folder among the cases is relative
+    monkeypatch.chdir(tmp_path)  # one nvme_path is relative
     model = given.get("model") or net()
     with pytest.raises(WherryError, match=message):
         wherry.initialize(**{"model": model, "config": CONFIG, **given})
-    # And nothing is left of it: the model may be given again.
+    # The error leaves the model unchanged.
     wherry.initialize(model=model, config=CONFIG)[0].close()
 
 
-def test_a_model_without_anything_to_train_is_told() -> None:
+def test_a_frozen_model_with_an_optimizer_is_refused() -> None:
     model = net().requires_grad_(False)
     for given in ({"config": CONFIG}, {"config": {}, "optimizer": torch.optim.SGD}):
         with pytest.raises(WherryError, match="no parameter of the model requires a gradient, so there is nothing to"):
@@ -215,23 +214,23 @@ def test_a_model_without_anything_to_train_is_told() -> None:
     wherry.initialize(model=model, config={})[0].close()
 
 
-def test_a_model_that_something_else_shards_or_reduces_is_refused() -> None:
+def test_a_model_wrapped_by_fsdp_or_data_parallel_is_refused() -> None:
     from torch.distributed.fsdp import FSDPModule
 
     class Sharded(FSDPModule, nn.Linear):
-        """As `fully_shard` leaves a layer."""
+        """A layer as `fully_shard` makes it."""
 
     sharded = nn.Linear(4, 4)
     sharded.__class__ = Sharded
-    for model, told in (
+    for model, message in (
         (nn.DataParallel(net()), "model: it is wrapped already, by torch's DataParallel; give initialize the model as"),
         (nn.Sequential(sharded), "model: its part 0 is wrapped already, by torch's fully_shard"),
     ):
-        with pytest.raises(WherryError, match=told):
+        with pytest.raises(WherryError, match=message):
             wherry.initialize(model=model, config=CONFIG)
 
 
-def test_lazy_layers_are_told_what_they_wait_for() -> None:
+def test_lazy_layers_are_refused() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.LazyLinear(2))
     with pytest.raises(WherryError, match=r"1\.weight: it has no shape before a lazy layer's first batch; run one"):
         wherry.initialize(model=model, config=CONFIG)
@@ -240,7 +239,7 @@ def test_lazy_layers_are_told_what_they_wait_for() -> None:
     wherry.initialize(model=model, config=CONFIG)[0].close()
 
 
-def test_an_embedding_that_rescales_itself_is_told_of_where_ranks_would_differ(
+def test_max_norm_of_an_embedding_is_logged_where_ranks_would_differ(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     model = nn.Sequential(nn.Embedding(4, 4, max_norm=1.0))
@@ -251,10 +250,8 @@ def test_an_embedding_that_rescales_itself_is_told_of_where_ranks_would_differ(
     assert "max_norm" not in caplog.text
 
 
-@pytest.mark.parametrize("form", ["a list", "named", "groups", "a part", "nothing"])
-def test_parameters_that_a_ready_optimizer_does_not_have_are_told_of(
-    form: str, caplog: pytest.LogCaptureFixture
-) -> None:
+@pytest.mark.parametrize("form", ["named", "groups", "a part", "nothing"])
+def test_parameters_outside_of_a_given_optimizer_are_logged(form: str, caplog: pytest.LogCaptureFixture) -> None:
     model = net()
     optimizer = torch.optim.SGD([first_weight(model)], lr=0.25)
     with caplog.at_level(logging.INFO, logger="wherry"):
@@ -262,12 +259,12 @@ def test_parameters_that_a_ready_optimizer_does_not_have_are_told_of(
             model=model, optimizer=optimizer, model_parameters=PARAMETERS[form][0](model), config={}
         )
     engine.close()
-    told = [record.getMessage() for record in caplog.records if "model_parameters" in record.getMessage()]
+    logged = [record.getMessage() for record in caplog.records if "model_parameters" in record.getMessage()]
     left_out = 0 if form in ("a part", "nothing") else 3
-    assert len(told) == bool(left_out) and all(f": {left_out} that require" in line for line in told), told
+    assert len(logged) == bool(left_out) and all(f": {left_out} that require" in line for line in logged), logged
 
 
-def test_a_stream_is_no_training_data() -> None:
+def test_an_iterable_dataset_is_refused() -> None:
     class Stream(IterableDataset[int]):
         def __iter__(self) -> Any:
             return iter(range(4))
@@ -292,16 +289,16 @@ SCHEDULERS: dict[str, tuple[Callable[[nn.Module], dict[str, Any]], type, list[fl
 
 
 @pytest.mark.parametrize("form", SCHEDULERS)
-def test_a_scheduler_in_every_form_goes_before_the_configs(form: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_scheduler_in_every_form_overrides_the_configs(form: str, caplog: pytest.LogCaptureFixture) -> None:
     give, kind, expected = SCHEDULERS[form]
     model = net()
     given = give(model)
     warmup = {"type": "WarmupLR", "params": {"warmup_max_lr": 9.0}}
     with caplog.at_level(logging.INFO, logger="wherry"):
         engine, optimizer, _, schedule = wherry.initialize(model=model, config={**CONFIG, "scheduler": warmup}, **given)
-    told = [record.getMessage() for record in caplog.records]
-    assert "scheduler: the config's WarmupLR is not used, as initialize was given one" in told
-    assert ("optimizer: the config's SGD is not used, as initialize was given one" in told) == ("optimizer" in given)
+    logged = [record.getMessage() for record in caplog.records]
+    assert "scheduler: the config's WarmupLR is not used, as initialize was given one" in logged
+    assert ("optimizer: the config's SGD is not used, as initialize was given one" in logged) == ("optimizer" in given)
     assert isinstance(schedule, kind) and schedule is engine.lr_scheduler
     rates = []
     for _ in range(3):
@@ -313,14 +310,14 @@ def test_a_scheduler_in_every_form_goes_before_the_configs(form: str, caplog: py
     engine.close()
 
 
-def test_a_scheduler_of_another_optimizer_would_move_nothing() -> None:
+def test_a_scheduler_of_another_optimizer_is_refused() -> None:
     model = net()
     strange = StepLR(torch.optim.SGD(model.parameters(), lr=0.25), 1)
     with pytest.raises(WherryError, match=r"lr_scheduler: StepLR was built on another optimizer \(SGD\)"):
         wherry.initialize(model=model, config=CONFIG, lr_scheduler=strange)
 
 
-def test_a_batch_that_fits_no_ranks_says_who_counted_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_that_fits_no_ranks_names_the_source_of_their_count(monkeypatch: pytest.MonkeyPatch) -> None:
     config = {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 3}
     monkeypatch.delenv("WORLD_SIZE", raising=False)
     with pytest.raises(WherryError, match="on 1 data-parallel rank, as no launcher has set WORLD_SIZE"):
@@ -332,7 +329,7 @@ def test_a_batch_that_fits_no_ranks_says_who_counted_them(monkeypatch: pytest.Mo
         wherry.initialize(model=net(), config=config, mesh=SoloComm())
 
 
-def test_a_schedule_of_the_config_without_an_optimizer_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_schedule_of_the_config_without_an_optimizer_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, logger="wherry"):
         engine, optimizer, _, schedule = wherry.initialize(
             model=net(), config={"scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 9.0}}}
@@ -350,7 +347,7 @@ def collated(samples: list[int]) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.parametrize(("drop_last", "sizes"), [(False, [3, 3, 1]), (True, [3, 3])])
-def test_training_data_goes_through_the_given_collate_fn(drop_last: bool, sizes: list[int]) -> None:
+def test_training_data_pass_through_the_collate_fn(drop_last: bool, sizes: list[int]) -> None:
     model = net()
 
     def body(comm: Comm) -> tuple[list[int], list[float]]:
@@ -372,7 +369,7 @@ def test_training_data_goes_through_the_given_collate_fn(drop_last: bool, sizes:
     assert shared == [float(i) for i in range(14)] if not drop_last else len(set(shared)) == 12
 
 
-def test_a_comm_of_ones_own_is_a_mesh() -> None:
+def test_a_comm_is_a_mesh() -> None:
     comm = SoloComm()
     with wherry.initialize(model=net(), config=CONFIG, mesh=comm)[0] as engine:
         assert engine.comm is comm and engine.world_size == 1

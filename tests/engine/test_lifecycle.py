@@ -1,4 +1,4 @@
-"""Engines come and go: closing, collecting, two at once, and the names that scripts use."""
+"""Lifecycles of engines: closing, collecting, two at once, failed steps, and the names that scripts use."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import copy
 import gc
 import threading
 import weakref
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -14,7 +15,20 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tests.engine.harness import adamw, make_model, settings, token_batch, train_plain
+from tests.engine.harness import (
+    adamw,
+    assert_near,
+    assert_same,
+    engine_of,
+    make_model,
+    on_ranks,
+    settings,
+    token_batch,
+    train,
+    train_plain,
+    train_step,
+)
+from tests.models import Stack, vectors
 from tests.tiers.rows import with_stores
 from torch import nn
 
@@ -30,40 +44,26 @@ from wherry.update import updater
 from wherry.update.optimizer_states import UpdateBucket
 
 
-def train(engine: Any, steps: int, rank: int = 0, offset: int = 0) -> list[float]:
-    losses = []
-    for step in range(offset, offset + steps):
-        loss = engine(*token_batch(step, 0, rank))
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-    return losses
-
-
 def tensors() -> list[torch.Tensor]:
-    return [found for found in gc.get_objects() if type(found) is torch.Tensor]
+    return [each for each in gc.get_objects() if type(each) is torch.Tensor]
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("how", ["close", "with", "del"])
-def test_every_byte_is_given_back(how: str, stage: int) -> None:
+@pytest.mark.parametrize(("how", "stage"), [("close", 0), ("with", 2), ("close", 3), ("del", 3)])
+def test_every_tensor_is_freed(how: str, stage: int) -> None:
     def body(comm: Comm) -> list[weakref.ref[Any]]:
-        model = copy.deepcopy(shared)
-        engine, optimizer, _, _ = wherry.initialize(
-            model=model, optimizer=adamw(model.parameters()), config=settings(stage), mesh=comm
-        )
-        train(engine, 2, comm.rank)
+        engine = engine_of(copy.deepcopy(shared), settings(stage), comm)
+        train(engine, 2)
         references = [weakref.ref(tensor) for tensor in tensors() if id(tensor) not in before]
         if how == "close":
             engine.close()
             engine.close()
         elif how == "with":
             with engine:
-                train(engine, 1, comm.rank)
+                train(engine, 1)
         if how != "del":
             with pytest.raises(WherryError, match="closed"):
                 engine(*token_batch(0, 0, 0))
-        del engine, optimizer
+        del engine
         return references
 
     shared = make_model()
@@ -77,34 +77,23 @@ def test_every_byte_is_given_back(how: str, stage: int) -> None:
 @pytest.mark.parametrize("stage", [0, 2])
 def test_a_closed_engine_leaves_an_ordinary_module(stage: int) -> None:
     model = make_model()
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(stage))
-    train(engine, 3)
+    engine = engine_of(model, settings(stage))
+    train(engine, 2)
     engine.close()
-    expected = train_plain(make_model(), steps=3).weights
-    for name, parameter in model.named_parameters():
-        torch.testing.assert_close(parameter.detach(), expected[name], rtol=0, atol=1e-5)
+    assert_near(dict(model.named_parameters()), train_plain(make_model(), steps=2).weights)
     loss = model(*token_batch(5, 0, 0))
     loss.backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
     assert not any(module._forward_hooks or module._forward_pre_hooks for module in model.modules())
-    again, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(3))
-    train(again, 1)
+    train(engine_of(model, settings(3)), 1)
 
 
-@pytest.mark.parametrize("stages", [(2, 3), (3, 3), (0, 1)])
+@pytest.mark.parametrize("stages", [(2, 3), (3, 3)])
 def test_two_engines_in_one_process(stages: tuple[int, int]) -> None:
-    """Teacher and student, each as if it were alone."""
-
     def body(comm: Comm) -> list[list[float]]:
-        engines = []
-        for seed, stage in enumerate(stages):
-            model = copy.deepcopy(models[seed])
-            engine, *_ = wherry.initialize(
-                model=model, optimizer=adamw(model.parameters()), config=settings(stage), mesh=comm
-            )
-            engines.append(engine)
+        engines = [engine_of(copy.deepcopy(models[seed]), settings(stage), comm) for seed, stage in enumerate(stages)]
         losses: list[list[float]] = [[], []]
-        for step in range(4):
+        for step in range(3):
             forwards = [engine(*token_batch(step, 0, comm.rank)) for engine in engines]
             for engine, loss, seen in zip(engines, forwards, losses, strict=True):
                 engine.backward(loss)
@@ -113,56 +102,47 @@ def test_two_engines_in_one_process(stages: tuple[int, int]) -> None:
         return losses
 
     models = [make_model(seed=seed) for seed in range(2)]
-    together = run_ranks(2, body)[0]
-    for model, losses in zip(models, together, strict=True):
-        assert losses == pytest.approx(train_plain(model, ranks=2, steps=4).losses, rel=1e-5)
+    for model, losses in zip(models, run_ranks(2, body)[0], strict=True):
+        assert losses == pytest.approx(train_plain(model, ranks=2, steps=3).losses, rel=1e-5)
 
 
 def test_one_loss_through_two_engines() -> None:
-    """A frozen teacher and a student in one graph."""
+    """Train a student on the outputs of a frozen teacher, in one graph."""
 
-    class Net(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(3))
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            for layer in self.layers:
-                x = torch.tanh(layer(x))
-            return x
-
-    def plain() -> list[float]:
-        student, teacher = copy.deepcopy(pair[0]), copy.deepcopy(pair[1])
-        optimizer, losses = adamw(student.parameters()), []
-        for _ in range(3):
-            loss = (student(x) - teacher(x)).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
+    def distill(student: Any, teacher: Any, update: Callable[[torch.Tensor], None]) -> list[float]:
+        losses = []
+        for step in range(3):
+            x = vectors(step, 0, 0)[0]
+            loss = (student.run(x) - teacher.run(x)).square().mean()
+            update(loss)
             losses.append(float(loss.detach()))
         return losses
 
     def body(comm: Comm) -> list[float]:
-        models = copy.deepcopy(pair)
-        student, *_ = wherry.initialize(
-            model=models[0], optimizer=adamw(models[0].parameters()), config=settings(3), mesh=comm
-        )
-        teacher, *_ = wherry.initialize(model=models[1], config=settings(3), mesh=comm)
-        losses = []
-        for _ in range(3):
-            loss = (student(x) - teacher(x)).square().mean()
+        student, teacher = copy.deepcopy(pair)
+        student = engine_of(student, settings(3), comm)
+        teacher = engine_of(teacher, settings(3), comm, optimizer=None)
+
+        def update(loss: torch.Tensor) -> None:
             student.backward(loss)
             student.step()
-            losses.append(float(loss.detach()))
-        return losses
 
-    x = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
-    pair = [make_model(Net, seed) for seed in (1, 2)]
+        return distill(student, teacher, update)
+
+    pair: list[Any] = [make_model(Stack, seed) for seed in (1, 2)]
     pair[1].requires_grad_(False)
-    assert run_ranks(2, body)[0] == pytest.approx(plain(), rel=1e-5)
+    losses = run_ranks(2, body)[0]
+    optimizer = adamw(pair[0].parameters())
+
+    def plainly(loss: torch.Tensor) -> None:
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+    assert losses == pytest.approx(distill(*pair, plainly), rel=1e-5)
 
 
-def test_what_scripts_ask_of_an_engine() -> None:
+def test_attributes_that_scripts_read() -> None:
     model = make_model()
     model.nickname = "tiny"
     engine, optimizer, loader, schedule = wherry.initialize(
@@ -197,9 +177,9 @@ def test_what_scripts_ask_of_an_engine() -> None:
     assert optimizer.param_groups[0]["lr"] == 3e-3
 
 
-def test_boundaries_by_hand() -> None:
+def test_boundaries_that_scripts_set() -> None:
     model = make_model()
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(2))
+    engine = engine_of(model, settings(2))
     for boundary in (False, False, True):
         engine.set_gradient_accumulation_boundary(boundary)
         engine.backward(engine(*token_batch(0, 0, 0)), scale_wrt_gas=False)
@@ -215,7 +195,7 @@ def test_boundaries_by_hand() -> None:
 
 def test_micro_batches_of_one_window_are_averaged_alike_and_its_size_stays() -> None:
     model = make_model()
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(2, 2))
+    engine = engine_of(model, settings(2, 2))
     engine.backward(engine(*token_batch(0, 0, 0)))
     engine.step()
     with pytest.raises(WherryError, match="of which 1 of 2 micro-batches have run"):
@@ -226,64 +206,56 @@ def test_micro_batches_of_one_window_are_averaged_alike_and_its_size_stays() -> 
 
 
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_a_boundary_decided_after_the_backward(stage: int) -> None:
-    """What was not reduced in backward is reduced when the step asks for it."""
+def test_a_boundary_set_after_the_backward(stage: int) -> None:
+    """Reduce in the step the gradients that backward did not."""
 
-    def body(comm: Comm) -> dict[str, torch.Tensor]:
-        model = copy.deepcopy(shared)
-        engine, *_ = wherry.initialize(
-            model=model, optimizer=adamw(model.parameters()), config=settings(stage, clip=0.5), mesh=comm
-        )
-        for step in range(3):
+    def use(engine: Any) -> dict[str, torch.Tensor]:
+        for step in range(2):
             engine.set_gradient_accumulation_boundary(False)
             for micro in range(2):
-                engine.backward(engine(*token_batch(step, micro, comm.rank)) / 2)
+                engine.backward(engine(*token_batch(step, micro, engine.comm.rank)) / 2)
             engine.set_gradient_accumulation_boundary(True)
             engine.step()
         return engine.module.state_dict()
 
-    shared = make_model()
-    expected = train_plain(shared, ranks=2, accumulation=2, steps=3, clip=0.5).weights
-    weights = run_ranks(2, body)[0]
-    for name, value in expected.items():
-        torch.testing.assert_close(weights[name], value, rtol=0, atol=1e-5)
+    expected = train_plain(make_model(), ranks=2, accumulation=2, steps=2, clip=0.5).weights
+    assert_near(on_ranks(use, stage=stage, clip=0.5)[0], expected)
 
 
 def test_steps_without_a_backward_update_nothing_and_do_not_shift_the_window(caplog: pytest.LogCaptureFixture) -> None:
     model = make_model()
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(2, 2))
-    train(engine, 2)
-    before = engine.module.state_dict()
-    before = {name: value.clone() for name, value in before.items()}
+    engine = engine_of(model, settings(2, 2))
+    train(engine, 1)
+    before = {name: value.clone() for name, value in engine.module.state_dict().items()}
     engine.step()
     engine.step()
     assert "no backward came before it" in caplog.text
     assert not engine.was_step_applied()
-    assert all(torch.equal(value, before[name]) for name, value in engine.module.state_dict().items())
+    assert_same(engine.module.state_dict(), before)
     applied = []
-    for step in range(4):
-        train(engine, 1, offset=step)
+    for micro in range(4):
+        train_step(engine, micro, 0)
         applied.append(engine.was_step_applied())
     assert applied == [False, True, False, True]
 
 
-def test_train_batch_wants_an_iterator() -> None:
+def test_train_batch_needs_an_iterator() -> None:
     engine, _, loader, _ = wherry.initialize(model=make_model(), config=settings(2), training_data=[(1,), (2,)])
     with pytest.raises(WherryError, match=r"got EpochLoader.*iter\(loader\)"):
         engine.train_batch(loader)
 
 
-def test_a_loader_of_a_size_that_nobody_gave_is_told_of(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_loader_without_a_batch_size_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     for size in ({}, {"train_batch_size": 2}, {"train_micro_batch_size_per_gpu": 1}):
         wherry.initialize(model=make_model(), config={"zero_optimization": {"stage": 2}, **size}, training_data=[1, 2])
     assert caplog.text.count("train_micro_batch_size_per_gpu: not given, so the loader's batches have size 1") == 1
 
 
 @pytest.mark.parametrize("accumulation", ["step_major", "layer_major"])
-def test_a_window_that_the_data_do_not_fill_is_left_out(accumulation: str) -> None:
+def test_an_incomplete_window_is_left_out(accumulation: str) -> None:
     model = make_model()
     order = {"wherry": {"accumulation": accumulation}}
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(0, 3, more=order))
+    engine = engine_of(model, settings(0, 3, more=order))
     expected = train_plain(model, accumulation=3, steps=2)
     losses = []
     for step in range(2):
@@ -297,7 +269,7 @@ def test_a_window_that_the_data_do_not_fill_is_left_out(accumulation: str) -> No
     assert engine.global_steps == 2 and engine.is_gradient_accumulation_boundary() is False
 
 
-def test_the_loader_shuffles_anew_each_epoch() -> None:
+def test_the_loader_shuffles_every_epoch() -> None:
     _, _, loader, _ = wherry.initialize(model=make_model(), config=settings(2), training_data=list(range(50)))
     epochs = [[int(x) for batch in loader for x in batch] for _ in range(2)]
     assert epochs[0] != epochs[1]
@@ -310,7 +282,7 @@ def test_batches_of_any_shape_go_to_the_device() -> None:
         targets: torch.Tensor
 
     model = make_model()
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(2))
+    engine = engine_of(model, settings(2))
     ids, targets = token_batch(0, 0, 0)
     losses = [
         float(engine.train_batch(iter([batch])))
@@ -322,34 +294,13 @@ def test_batches_of_any_shape_go_to_the_device() -> None:
 @pytest.mark.parametrize(
     ("loss", "message"), [(torch.ones(2), "one element"), (torch.ones(()), "no gradient"), (1.0, "float")]
 )
-def test_backward_says_what_is_wrong_with_a_loss(loss: Any, message: str) -> None:
+def test_backward_refuses_other_losses(loss: Any, message: str) -> None:
     engine, *_ = wherry.initialize(model=make_model())
     with pytest.raises(WherryError, match=message):
         engine.backward(loss)
 
 
-def test_the_tutorial_config_runs(caplog: pytest.LogCaptureFixture) -> None:
-    text = """
-    {
-        "zero_optimization": {
-            "stage": 2,
-            "offload_optimizer": {
-                "device": "cpu",
-            }
-            "contiguous_gradients": true,
-            "overlap_comm": true
-        }
-    }
-    """
-    model = make_model()
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config_params=text)
-    assert "train_micro_batch_size_per_gpu" not in caplog.text  # the loop brings its batches
-    losses = train(engine, 3)
-    assert losses == pytest.approx(train_plain(make_model(), steps=3).losses, rel=1e-5)
-    assert engine.train_micro_batch_size_per_gpu() == 1
-
-
-def test_deepcopy_of_the_config_and_no_change_to_it() -> None:
+def test_initialize_copies_the_config() -> None:
     config = settings(2)
     before = copy.deepcopy(config)
     engine, *_ = wherry.initialize(model=make_model(), config=config)
@@ -357,7 +308,7 @@ def test_deepcopy_of_the_config_and_no_change_to_it() -> None:
     assert copy.deepcopy(engine.config) == engine.config
 
 
-def test_an_engine_whose_gather_has_failed_gives_everything_back(tmp_path: Path) -> None:
+def test_an_engine_whose_gather_failed_frees_everything(tmp_path: Path) -> None:
     class Failing(DiskStore):
         fails = False
 
@@ -384,11 +335,11 @@ def test_an_engine_whose_gather_has_failed_gives_everything_back(tmp_path: Path)
 
 
 @pytest.mark.parametrize("at", ["between updates", "in an update"])
-def test_an_interrupted_step_hangs_nothing_and_is_neither_saved_nor_read(
+def test_an_interrupted_step_is_neither_saved_nor_read(
     at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = make_model()
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(0))
+    engine = engine_of(model, settings(0))
     train(engine, 1)
 
     def interrupt(*_: object, **__: object) -> None:
@@ -419,11 +370,9 @@ def test_an_interrupted_step_hangs_nothing_and_is_neither_saved_nor_read(
     engine.close()
 
 
-@pytest.mark.parametrize("policy", ["at_step", "before_use", "delayed"])
-def test_a_load_makes_whole_what_a_failed_update_has_left(
-    policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """An update fails on one rank of two; both load, and train on as if nothing had been."""
+@pytest.mark.parametrize("policy", ["at_step", "delayed"])
+def test_a_load_recovers_from_a_failed_update(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let an update fail on one rank of two; both load, and train on to the bit."""
     offload = {"zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}}}
     config = settings(2, more=offload | {"wherry": {"update_policy": policy}})
     real, fails, both = UpdateBucket.update, threading.Event(), threading.Barrier(2)
@@ -435,37 +384,37 @@ def test_a_load_makes_whole_what_a_failed_update_has_left(
 
     def body(comm: Comm) -> tuple[list[float], list[float]]:
         model = make_model()
-        engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config, mesh=comm)
-        train(engine, 2, comm.rank)
+        engine = engine_of(model, config, comm)
+        train(engine, 2)
         engine.save_checkpoint(tmp_path)
-        expected = train(engine, 3, comm.rank, offset=2)
+        expected = train(engine, 4, 2)
         engine.load_checkpoint(tmp_path)
         if comm.rank == 0:
             fails.set()
         with pytest.raises((WherryError, PeerError)):
-            train(engine, 3, comm.rank, offset=2)
+            train(engine, 4, 2)
         both.wait()
         if comm.rank == 0:
             fails.clear()
             with pytest.raises(WherryError, match="not those of one step"):
                 engine.save_checkpoint(tmp_path / "other")
         while True:
-            with suppress(PeerError):  # the other rank's failure, until that has come as well
+            with suppress(PeerError):  # until the other rank's failure has arrived
                 engine.load_checkpoint(tmp_path, load_module_only=True)
                 break
         with pytest.raises(WherryError, match="an update has failed before"):
             engine.settle()
         engine.load_checkpoint(tmp_path)
-        return train(engine, 3, comm.rank, offset=2), expected
+        return train(engine, 4, 2), expected
 
     monkeypatch.setattr(UpdateBucket, "update", update)
-    for found, expected in run_ranks(2, body):
-        assert found == expected
+    for losses, expected in run_ranks(2, body):
+        assert losses == expected
 
 
-def test_what_cannot_be_sent_away_is_refused_before_anything_ends() -> None:
+def test_wrong_arguments_of_offload_states_are_refused_before_any_change() -> None:
     model = make_model()
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(0))
+    engine = engine_of(model, settings(0))
     engine.backward(engine(*token_batch(0, 0, 0)))
     for wrong in ({"device": "bad"}, {"include": ["weights"]}):
         with pytest.raises(WherryError, match="offload_states"):

@@ -1,4 +1,4 @@
-"""`optimizer.state_dict()` of an engine: saved and loaded by a script as torch's, with nothing lost."""
+"""`optimizer.state_dict()` of an engine: a script saves and loads it as torch's, and training goes on to the bit."""
 
 from __future__ import annotations
 
@@ -10,51 +10,60 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.absent import OPTIMIZERS
-from tests.engine.harness import make_model, settings, token_batch, train_engine, train_plain
+from tests.engine.harness import (
+    assert_near,
+    assert_same,
+    engine_of,
+    make_model,
+    masters_of,
+    settings,
+    train,
+    train_engine,
+    train_plain,
+)
 
-import wherry
 from wherry.errors import WherryError
 from wherry.parallel.comm import Comm
 from wherry.testing import run_ranks
 
 LOW = {"bf16": {"enabled": True}}
 HOST = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+IN_BACKWARD = LOW | HOST | {"wherry": {"update_policy": "in_backward"}}
 
 
 def make_engine(name: str, stage: int, comm: Any = None, more: dict[str, Any] | None = None) -> Any:
-    model = make_model()
-    optimizer = OPTIMIZERS[name](model.parameters())
-    return wherry.initialize(model=model, optimizer=optimizer, config=settings(stage, more=more), mesh=comm)[0]
+    return engine_of(make_model(), settings(stage, more=more), comm, OPTIMIZERS[name])
 
 
-def steps(engine: Any, first: int, last: int, rank: int = 0) -> None:
-    for step in range(first, last):
-        engine.backward(engine(*token_batch(step, 0, rank)))
-        engine.step()
-
-
-@pytest.mark.parametrize("more", [{}, LOW, HOST, LOW | HOST | {"wherry": {"update_policy": "in_backward"}}], ids=str)
-@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (1, 2), (3, 1), (3, 2)])
-@pytest.mark.parametrize("name", ["adamw", "nadam", "sgd momentum"])
-def test_a_script_that_saves_and_loads_it_goes_on_to_the_bit(
+@pytest.mark.parametrize(
+    ("name", "stage", "ranks", "more"),
+    [
+        ("adamw", 0, 1, {}),
+        ("adamw", 1, 2, HOST),
+        ("adamw", 3, 2, LOW),
+        ("adamw", 3, 2, IN_BACKWARD),
+        ("nadam", 3, 2, {}),
+        ("sgd momentum", 1, 2, LOW),
+        ("sgd momentum", 3, 1, HOST),
+    ],
+)
+def test_a_script_that_saves_and_loads_it_trains_on_to_the_bit(
     name: str, stage: int, ranks: int, more: dict[str, Any]
 ) -> None:
     def body(comm: Comm) -> None:
         engine = make_engine(name, stage, comm, more)
-        steps(engine, 0, 3, comm.rank)
+        train(engine, 2)
         file = io.BytesIO()
-        saved = {"model": engine.module.state_dict(), "optimizer": engine.optimizer.state_dict()}
-        torch.save(saved, file)
-        steps(engine, 3, 6, comm.rank)
+        torch.save({"model": engine.module.state_dict(), "optimizer": engine.optimizer.state_dict()}, file)
+        train(engine, 4, 2)
         file.seek(0)
         again = make_engine(name, stage, comm, more)
-        steps(again, 7, 9, comm.rank)  # what is there before is replaced
+        train(again, 8, 7)  # the load replaces this state
         loaded = torch.load(file, weights_only=True)
         again.module.load_state_dict(loaded["model"])
         again.optimizer.load_state_dict(loaded["optimizer"])
-        steps(again, 3, 6, comm.rank)
-        for key, _ in engine.module.named_parameters():
-            assert torch.equal(engine.states.full(key, "master"), again.states.full(key, "master")), key
+        train(again, 4, 2)
+        assert_same(masters_of(engine), masters_of(again))
         engine.close()
         again.close()
 
@@ -62,46 +71,37 @@ def test_a_script_that_saves_and_loads_it_goes_on_to_the_bit(
 
 
 @pytest.mark.parametrize("name", ["adamw", "adamw amsgrad", "rmsprop", "nadam"])
-def test_it_is_what_torch_has_and_torch_takes_it(name: str) -> None:
-    model = make_model()
-    plain = copy.deepcopy(model)
+def test_it_is_torchs_and_torch_loads_it(name: str) -> None:
+    plain = make_model()
     theirs = OPTIMIZERS[name](plain.parameters())
     engine = make_engine(name, 0)
-    for step in range(3):
-        theirs.zero_grad()
-        plain(*token_batch(step, 0, 0)).backward()
-        theirs.step()
-    steps(engine, 0, 3)
+    train_plain(plain, steps=2, optimizer=lambda _: theirs, in_place=True)
+    train(engine, 2)
     ours, expected = engine.optimizer.state_dict(), theirs.state_dict()
     assert [g["params"] for g in ours["param_groups"]] == [g["params"] for g in expected["param_groups"]]
     assert ours["state"].keys() == expected["state"].keys()
     for number, state in expected["state"].items():
         assert ours["state"][number].keys() == state.keys()
-        for kind, value in state.items():
-            torch.testing.assert_close(ours["state"][number][kind], value, rtol=0, atol=1e-5)
+        assert_near(ours["state"][number], state)
     OPTIMIZERS[name](plain.parameters()).load_state_dict(ours)
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd momentum"])
-def test_torchs_state_of_one_process_goes_on_in_an_engine(name: str) -> None:
-    """That of SGD has momentum and counts no steps."""
+def test_torchs_state_of_one_process_is_loaded_by_an_engine(name: str) -> None:
+    """Load AdamW's, and SGD's, which has momentum and no count of steps."""
     model = make_model()
-    whole = train_plain(model, steps=6, optimizer=OPTIMIZERS[name])
+    whole = train_plain(model, steps=4, optimizer=OPTIMIZERS[name])
     optimizer = OPTIMIZERS[name](model.parameters())
-    for step in range(3):
-        optimizer.zero_grad()
-        model(*token_batch(step, 0, 0)).backward()
-        optimizer.step()
+    train_plain(model, steps=2, optimizer=lambda _: optimizer, in_place=True)
     engine = make_engine(name, 3)
     engine.module.load_state_dict(model.state_dict())
     engine.optimizer.load_state_dict(optimizer.state_dict())
-    steps(engine, 3, 6)
-    for key, value in whole.weights.items():
-        torch.testing.assert_close(engine.states.full(key, "master"), value, rtol=0, atol=1e-6)
+    train(engine, 4, 2)
+    assert_near(masters_of(engine), whole.weights, 1e-6)
 
 
-def test_a_kind_that_is_not_kept_is_an_error_on_all_ranks_alike() -> None:
-    """Also on those that have no part of the parameter: they would wait for it."""
+def test_an_unknown_kind_of_state_is_an_error_on_all_ranks() -> None:
+    """Raise also on ranks without a part of the parameter, which would wait for the others."""
 
     def body(comm: Comm) -> None:
         engine = make_engine("adamw", 3, comm)
@@ -115,20 +115,20 @@ def test_a_kind_that_is_not_kept_is_an_error_on_all_ranks_alike() -> None:
     run_ranks(2, body)
 
 
-def test_what_does_not_fit_is_refused_and_changes_nothing() -> None:
+def test_state_of_other_ranks_is_refused_and_changes_nothing() -> None:
     alone = make_engine("adamw", 0)
-    steps(alone, 0, 1)
+    train(alone, 1)
     state = alone.optimizer.state_dict()
 
     def body(comm: Comm) -> None:
         engine = make_engine("adamw", 3, comm)
-        steps(engine, 0, 2, comm.rank)
+        train(engine, 2)
         before = engine.optimizer.state_dict()
         with pytest.raises(WherryError, match=r"rank 0: .*this rank has of it, got .*save_checkpoint\(folder\)"):
             engine.optimizer.load_state_dict(state)
         after = engine.optimizer.state_dict()
         for number, values in before["state"].items():
-            assert all(torch.equal(after["state"][number][kind], value) for kind, value in values.items())
+            assert_same(after["state"][number], values)
 
     run_ranks(2, body)
 
@@ -143,13 +143,13 @@ def test_state_on_disk_and_in_8_bits_is_refused_with_what_to_do(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("module_only", [False, True])
-def test_counts_stay_a_checkpoints_without_its_states(tmp_path: Path, module_only: bool) -> None:
+def test_a_load_without_states_keeps_the_counts(tmp_path: Path, module_only: bool) -> None:
     train_engine(make_model(), stage=3, steps=4, finish=lambda engine: engine.save_checkpoint(tmp_path))
     engine = make_engine("adamw", 3)
     engine.load_checkpoint(tmp_path, load_optimizer_states=False, load_module_only=module_only)
     counts = engine.global_steps, engine.global_samples, engine.micro_steps, engine.skipped_steps
     assert counts == ((0, 0, 0, 0) if module_only else (4, 8, 4, 0))
-    # The optimizer has none of the checkpoint's: it begins anew.
+    # The optimizer loads nothing of the checkpoint.
     assert all(float(state["step"]) == 0 for state in engine.optimizer.state_dict()["state"].values())
 
 
@@ -157,21 +157,21 @@ def test_counts_stay_a_checkpoints_without_its_states(tmp_path: Path, module_onl
 def test_frozen_parameters_of_the_optimizer_have_no_state(stage: int) -> None:
     model = make_model()
     model.norm.weight.requires_grad_(False)
-    place = [name for name, _ in model.named_parameters()].index("norm.weight")
-    optimizer = OPTIMIZERS["adamw"](model.parameters())
-    engine = wherry.initialize(model=model, optimizer=optimizer, config=settings(stage))[0]
-    steps(engine, 0, 2)
+    frozen = [name for name, _ in model.named_parameters()].index("norm.weight")
+    engine = engine_of(model, settings(stage), optimizer=OPTIMIZERS["adamw"])
+    train(engine, 2)
     saved = engine.optimizer.state_dict()
-    assert set(saved["param_groups"][0]["params"]) - set(saved["state"]) == {place}
+    assert set(saved["param_groups"][0]["params"]) - set(saved["state"]) == {frozen}
     engine.optimizer.load_state_dict(copy.deepcopy(saved))
     again = engine.optimizer.state_dict()["state"]
-    assert all(torch.equal(again[n][kind], value) for n, part in saved["state"].items() for kind, value in part.items())
+    for number, values in saved["state"].items():
+        assert_same(again[number], values)
     engine.close()
 
 
-def test_state_that_is_not_there_is_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_missing_state_is_logged(caplog: pytest.LogCaptureFixture) -> None:
     engine = make_engine("adamw", 0)
-    steps(engine, 0, 1)
+    train(engine, 1)
     engine.optimizer.load_state_dict({"state": {}, "param_groups": engine.optimizer.state_dict()["param_groups"]})
     assert "it holds no state: moments and step counts begin anew" in caplog.text
     assert all(float(state["step"]) == 0 for state in engine.optimizer.state_dict()["state"].values())
@@ -179,7 +179,7 @@ def test_state_that_is_not_there_is_told(caplog: pytest.LogCaptureFixture) -> No
 
 def test_state_of_another_optimizer_or_other_parameters_is_refused() -> None:
     engine, other = make_engine("adamw", 0), make_engine("sgd momentum", 0)
-    steps(other, 0, 1)
+    train(other, 1)
     state = other.optimizer.state_dict()
     with pytest.raises(WherryError, match=r"expected exp_avg, exp_avg_sq, got momentum_buffer, step"):
         engine.optimizer.load_state_dict(state)
@@ -187,14 +187,14 @@ def test_state_of_another_optimizer_or_other_parameters_is_refused() -> None:
         engine.optimizer.load_state_dict({"state": {99: {}}, "param_groups": state["param_groups"]})
     with pytest.raises(WherryError, match=r"0 parameter groups were given, expected 1"):
         engine.optimizer.load_state_dict({"state": {}})
-    steps(engine, 0, 1)
+    train(engine, 1)
     before = engine.optimizer.state_dict()
-    for kind, told in (
+    for kind, message in (
         ("exp_avg", "expected exp_avg to be a tensor, got list"),
         ("step", "expected a number of steps"),
     ):
         state = copy.deepcopy(before)
         state["state"][1][kind] = ["x"]
-        with pytest.raises(WherryError, match=told):
+        with pytest.raises(WherryError, match=message):
             engine.optimizer.load_state_dict(state)
         assert torch.equal(engine.optimizer.state_dict()["state"][0]["exp_avg"], before["state"][0]["exp_avg"])

@@ -1,26 +1,20 @@
-"""Real processes over gloo: one group per test module, reused by its tests."""
+"""The engine on gloo ranks that are processes."""
 
 from __future__ import annotations
 
 import copy
-import multiprocessing
 import os
 import signal
 import sys
-import time
-import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-from tests.cli.programs import free_port
 from tests.engine.harness import Run, adamw, assert_close, assert_equal, make_model, settings, token_batch, train_plain
-from tests.engine.test_models import D, Stack, vectors
-from tests.forks import ENGINE
-from tests.plan import measured
-from tests.plan.test_dryrun import ALONE, config
+from tests.models import D, Stack, vectors
+from tests.warm import Pool
 from torch import nn
 
 import wherry
@@ -28,81 +22,19 @@ from wherry import config as configs
 from wherry.errors import WherryError
 from wherry.parallel.comm import MANY, ProcessGroupComm
 from wherry.parallel.peers import _left
-from wherry.plan.counts import Counts
-from wherry.plan.dry_run import count
-from wherry.sources import find
 
-RANKS = 2
-# Weights that every rank holds are gathered beside the forward, each after its update.
+RANKS, STEPS = 2, 4
+# Every rank holds all weights, and gathers them during the forward, each after its update.
 BESIDE = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "wherry": {"update_policy": "before_use"}}
 
 
-# Processes are forked from one that has imported everything and started no thread.
-forks = multiprocessing.get_context("forkserver")
-forks.set_forkserver_preload(
-    [
-        *("tests.checkpoint.test_faults", "tests.parallel.test_torch_axes"),
-        *("wherry.checkpoint.load", "wherry.checkpoint.save", *ENGINE),
-    ]
-)
-
-
-class Pool:
-    """Processes that stay, each one rank, and run what they are sent."""
-
-    def __init__(self, size: int) -> None:
-        port = free_port()
-        self.pipes, self.processes = [], []
-        for rank in range(size):
-            here, there = forks.Pipe()
-            process = forks.Process(target=serve, args=(rank, size, port, there), daemon=True)
-            process.start()
-            self.pipes.append(here)
-            self.processes.append(process)
-
-    def run(self, body: Callable[..., Any], *args: Any) -> list[Any]:
-        for pipe in self.pipes:
-            pipe.send((body, args))
-        answers = []
-        for rank, pipe in enumerate(self.pipes):
-            assert pipe.poll(120), f"rank {rank} does not answer"
-            failed, value = pipe.recv()
-            assert not failed, f"rank {rank}:\n{value}"
-            answers.append(value)
-        return answers
-
-    def close(self) -> None:
-        for pipe in self.pipes:
-            pipe.send(None)
-        for process in self.processes:
-            process.join(20)
-            assert process.exitcode == 0
-
-
-def serve(rank: int, size: int, port: int, pipe: Any) -> None:
-    torch.set_num_threads(1)
-    os.environ.update(
-        MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank)
-    )
-    dist.init_process_group("gloo")
-    while (task := pipe.recv()) is not None:
-        body, args = task
-        try:
-            pipe.send((False, body(rank, *args)))
-        except BaseException:
-            pipe.send((True, traceback.format_exc()))
-    dist.destroy_process_group()
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[Pool]:
-    pool = Pool(RANKS)
-    yield pool
-    pool.close()
+@pytest.fixture
+def pool(warm: Callable[[int], Pool]) -> Pool:
+    return warm(RANKS)
 
 
 def train(rank: int, stage: int, accumulation: int, more: dict[str, Any], mesh: bool = False) -> Run:
-    """On all processes of a pool, however many it has."""
+    """Train on all ranks of a pool, of any size."""
     model = make_model()
     shape = (dist.get_world_size(),)
     device_mesh = dist.device_mesh.init_device_mesh("cpu", shape, mesh_dim_names=("dp",)) if mesh else None
@@ -113,7 +45,7 @@ def train(rank: int, stage: int, accumulation: int, more: dict[str, Any], mesh: 
         mesh=device_mesh,
     )
     run = Run()
-    for step in range(8):
+    for step in range(STEPS):
         total = 0.0
         for micro in range(accumulation):
             loss = engine(*token_batch(step, micro, engine.comm.rank))
@@ -128,11 +60,11 @@ def train(rank: int, stage: int, accumulation: int, more: dict[str, Any], mesh: 
     return run
 
 
-@pytest.mark.parametrize("accumulation", [1, 2])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.smoke
+@pytest.mark.parametrize(("stage", "accumulation"), [(0, 2), (1, 1), (2, 2), (3, 1), (3, 2)])
 def test_processes_train_as_plain_pytorch(pool: Pool, stage: int, accumulation: int) -> None:
     runs = pool.run(train, stage, accumulation, {})
-    oracle = train_plain(make_model(), ranks=RANKS, accumulation=accumulation, steps=8, clip=0.5)
+    oracle = train_plain(make_model(), ranks=RANKS, accumulation=accumulation, steps=STEPS, clip=0.5)
     oracle.weights["head.weight"] = oracle.weights["embed.weight"]
     assert_close(runs[0], oracle)
     assert_equal(runs[1], runs[0])
@@ -215,17 +147,12 @@ def exchange_nothing(rank: int) -> None:
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-def test_what_is_empty_travels_too(pool: Pool, ranks: int) -> None:
-    several = pool if ranks == RANKS else Pool(ranks)
-    try:
-        several.run(exchange_nothing)
-    finally:
-        if several is not pool:
-            several.close()
+def test_empty_tensors_are_exchanged(warm: Callable[[int], Pool], ranks: int) -> None:
+    warm(ranks).run(exchange_nothing)
 
 
 class Narrow(Stack):
-    """Frozen weights of 8 bits, which no optimizer has and gloo does not know."""
+    """A model with a frozen weight of 8 bits: no optimizer has it, and gloo does not know its dtype."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,7 +186,7 @@ def test_parts_and_sums_arrive_where_they_belong(pool: Pool) -> None:
 
 
 class OfNccl:
-    """A collective's work as NCCL has it: whether it ended well it does not say."""
+    """A collective's work as NCCL has it, which does not tell whether it succeeded."""
 
     def __init__(self) -> None:
         self.completed = False
@@ -275,7 +202,7 @@ class OfNccl:
 
 
 def begin_on_a_gpu(rank: int) -> None:
-    """More collectives than are kept, of which nobody waits for any."""
+    """Begin more collectives than a comm keeps, and wait for none."""
     comm = ProcessGroupComm()
     tensor, works = torch.empty(4, device="meta"), [OfNccl() for _ in range(MANY + 3)]
     for work in works:
@@ -293,23 +220,30 @@ def test_collectives_on_a_gpu_are_not_asked_how_they_ended(pool: Pool) -> None:
     pool.run(begin_on_a_gpu)
 
 
-def observe_thrice(rank: int, given: dict[str, Any]) -> list[Counts]:
-    """The same each time, but that gloo's threads may hold a tensor a moment longer than a wait."""
+def observe_thrice(rank: int, given: dict[str, Any]) -> list[Any]:
+    """Count memory three times: gloo's threads may hold a tensor a moment longer than a wait."""
+    from tests.plan import measured
+
     model, args = measured.make()
     with measured.sizes_shown():
         return [measured.observed(given, ProcessGroupComm(), copy.deepcopy(model), args) for _ in range(3)]
 
 
-@pytest.mark.parametrize(("stage", "buckets"), [(0, ALONE), (1, {}), (2, ALONE), (3, {}), (3, ALONE)])
-def test_plans_count_what_ranks_over_gloo_take(pool: Pool, stage: int, buckets: dict[str, int]) -> None:
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **buckets}
-    given = config(stage, zero_optimization=zero)
+@pytest.mark.parametrize(("stage", "alone"), [(0, True), (2, False), (3, True)])
+def test_plans_count_the_memory_of_ranks_over_gloo(pool: Pool, stage: int, alone: bool) -> None:
+    from tests.plan import measured
+
+    from wherry.plan.dry_run import count
+    from wherry.sources import find
+
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, **(measured.ALONE if alone else {})}
+    given = measured.config(stage, zero_optimization=zero)
     for rank, runs in enumerate(pool.run(observe_thrice, given)):
-        told = count(find(measured.make), configs.load(given), ranks=RANKS, rank=rank, sequence=24).lines(gpu=False)
-        assert sum(line.at_peak for line in told) == pytest.approx(
+        planned = count(find(measured.make), configs.load(given), ranks=RANKS, rank=rank, sequence=24).lines(gpu=False)
+        assert sum(line.at_peak for line in planned) == pytest.approx(
             min(sum(line.at_peak for line in seen.lines(gpu=False)) for seen in runs), rel=0.03
         )
-        for line in told:
+        for line in planned:
             if line.category != "buffers":
                 same = (each for seen in runs for each in seen.lines(gpu=False) if each.category == line.category)
                 highest = min(each.highest for each in same)
@@ -317,7 +251,7 @@ def test_plans_count_what_ranks_over_gloo_take(pool: Pool, stage: int, buckets: 
 
 
 def uneven(rank: int) -> tuple[float, ...]:
-    """Data for the loader, shared out over the ranks."""
+    """Read this rank's share of the data through the engine's loader."""
     model = torch.nn.Linear(1, 1)
     data = [(torch.full((1,), float(i)),) for i in range(10)]
     engine, _, loader, _ = wherry.initialize(
@@ -334,7 +268,7 @@ def test_the_dataloader_shares_the_data_out(pool: Pool) -> None:
 
 
 def look_alone(rank: int) -> dict[str, torch.Tensor]:
-    """One rank uses its weights after a step, whose gathers nobody else waits for; on each of two engines."""
+    """Use the weights on one rank alone after a step, whose gathers no other rank waits for; on two engines."""
     engines = []
     for seed in range(2):
         model = make_model(seed=seed)
@@ -362,26 +296,22 @@ def test_a_rank_looks_at_its_weights_alone(pool: Pool) -> None:
 
 
 def close_in_a_fork(rank: int) -> None:
-    """A fork closes the engine while updates are under way in the first process, whose engine goes on."""
+    """Close the engine in a fork while updates are under way in the first process, and train on there."""
     model = make_model()
     engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(1, 1, 0.5, BESIDE))
     engine.backward(engine(*token_batch(0, 0, rank)))
     engine.step()
     child = os.fork()
     if child == 0:
+        signal.alarm(30)
         try:
             engine.close()
         finally:
             os._exit(7 if sys.exc_info()[0] is None else 8)
-    until = time.monotonic() + 60
-    while not (ended := os.waitpid(child, os.WNOHANG))[0]:
-        if time.monotonic() > until:
-            os.kill(child, signal.SIGKILL)
-        time.sleep(0.01)
-    assert os.waitstatus_to_exitcode(ended[1]) == 7
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
     engine.backward(engine(*token_batch(1, 0, rank)))
     engine.step()
-    # Nobody has been told that a rank has left.
+    # The other rank must not believe that this one has left.
     peers = engine.comm.peers
     assert not peers._store.check([_left(peers._name, rank)])
     engine.close()

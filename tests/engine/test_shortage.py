@@ -1,4 +1,4 @@
-"""A forward or backward that runs out of memory: the error says what takes it and what to do, and stays what it is."""
+"""A forward or backward that runs out of memory: a note on the error says what to do, and its type stays."""
 
 from __future__ import annotations
 
@@ -7,10 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import adamw, make_model, settings, token_batch
-from tests.forks import ENGINE, Forks
-
-import wherry
+from tests.engine.harness import engine_of, make_model, settings, token_batch, train_step
+from tests.forks import Forks
 
 PROGRAM = """
 import resource
@@ -27,16 +25,15 @@ engine(torch.ones(4096, 64))
 """
 
 
-def test_a_process_that_may_have_no_more_is_told_what_to_do(tmp_path: Path) -> None:
-    with Forks(*ENGINE) as forks:
-        done = forks.run("-c", PROGRAM, folder=tmp_path, launched=False)
+def test_a_process_at_its_limit_is_advised(tmp_path: Path, forks: Forks) -> None:
+    done = forks.run("-c", PROGRAM, folder=tmp_path, launched=False)
     assert done.returncode == 1
     assert "you tried to allocate 67108864 bytes" in done.stderr
-    told = done.stderr[done.stderr.index("wherry: forward asked for 64.0 MiB more, and ") :]
-    assert "on this host. States of the engine take: parameters 8.1 MiB on host" in told
-    assert "optimizer 16.1 MiB on host" in told
-    assert '"activation_checkpointing": {"policy": "recompute"} (now none;' in told
-    assert "train_micro_batch_size_per_gpu 2048 with more gradient_accumulation_steps (now 4096)" in told
+    advice = done.stderr[done.stderr.index("wherry: forward asked for 64.0 MiB more, and ") :]
+    assert "on this host. States of the engine take: parameters 8.1 MiB on host" in advice
+    assert "optimizer 16.1 MiB on host" in advice
+    assert '"activation_checkpointing": {"policy": "recompute"} (now none;' in advice
+    assert "train_micro_batch_size_per_gpu 2048 with more gradient_accumulation_steps (now 4096)" in advice
 
 
 class Fails(torch.autograd.Function):
@@ -52,23 +49,31 @@ class Fails(torch.autograd.Function):
         raise ctx.error
 
 
-@pytest.mark.parametrize("phase", ["forward", "backward"])
 @pytest.mark.parametrize(
-    ("error", "asked"),
+    ("error", "asked", "phase"),
     [
-        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU"), "asked for 2.50 GiB more"),
-        (MemoryError("no memory is left"), "needs more"),
-        (KeyError("no error of memory"), None),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU"),
+            "asked for 2.50 GiB more",
+            "forward",
+        ),
+        (
+            torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.50 GiB. GPU"),
+            "asked for 2.50 GiB more",
+            "backward",
+        ),
+        (MemoryError("no memory is left"), "needs more", "backward"),
+        (KeyError("no error of memory"), None, "forward"),
     ],
 )
-def test_the_error_keeps_its_type_and_the_engine_goes_on(phase: str, error: Exception, asked: str | None) -> None:
-    model = make_model()
+def test_the_error_keeps_its_type_and_the_engine_works_again(error: Exception, asked: str | None, phase: str) -> None:
+    model: Any = make_model()
     given = {"activation_checkpointing": {"policy": "recompute"}, "train_micro_batch_size_per_gpu": 1}
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(3, more=given))
+    engine = engine_of(model, settings(3, more=given))
     handle = model.norm.register_forward_hook(lambda module, args, output: Fails.apply(output, error, phase))
-    with pytest.raises(type(error)) as told:
+    with pytest.raises(type(error)) as raised:
         engine.backward(engine(*token_batch(0, 0, 0)))
-    assert told.value is error
+    assert raised.value is error
     notes = getattr(error, "__notes__", [])
     assert len(notes) == (asked is not None)
     if asked is not None:
@@ -77,6 +82,5 @@ def test_the_error_keeps_its_type_and_the_engine_goes_on(phase: str, error: Exce
         assert "shorter samples" in notes[0]
         del error.__notes__
     handle.remove()
-    engine.backward(engine(*token_batch(0, 0, 0)))
-    engine.step()
+    train_step(engine, 0, 0)
     engine.close()

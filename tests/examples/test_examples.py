@@ -1,17 +1,8 @@
-"""The examples run, at the size of a toy. Those of other libraries: tests/integrations."""
+"""Run the examples at the size of a toy. Those of other libraries: tests/integrations."""
 
 from pathlib import Path
 
-import pytest
-from tests.forks import ENGINE, Forks
-
 EXAMPLES = Path(__file__).parents[2] / "examples"
-
-
-@pytest.fixture(scope="module")
-def forks():
-    with Forks(*ENGINE, as_deepspeed=True) as forks:
-        yield forks
 
 
 def test_the_plain_loop(forks, tmp_path):
@@ -22,7 +13,7 @@ def test_the_plain_loop(forks, tmp_path):
 
 
 def test_the_tutorial_of_another_engine(forks, tmp_path):
-    done = forks.run(EXAMPLES / "deepspeed_tutorial.py", ranks=2, folder=tmp_path)
+    done = forks.of(as_deepspeed=True).run(EXAMPLES / "deepspeed_tutorial.py", ranks=2, folder=tmp_path)
     assert done.returncode == 0, done.stderr[-5000:]
     first, last = (float(done.stdout.split("loss ")[1].split()[i].rstrip(",")) for i in (0, 2))
     assert done.stdout.startswith("40 updates") and last < 0.7 * first

@@ -1,9 +1,8 @@
-"""A program of the tests: the trainings of `wherry finetune`, and without Wherry. `against_trl.py FOLDER CASES OUT`.
+"""Trainings of `wherry finetune`, and the same by TRL without Wherry; a program: `against_trl.py FOLDER CASES OUT`.
 
-Each case is "model how method stage tier", behind which may stand how many ranks share a row and how many micro-batches
-run together, or "model how method plain PARTS". How is full, lora, or lora beside weights in 4 or 8 bits, as lora4.
-Method is sft, dpo, or packed.
-Rank 0 writes losses and gradient norms by case.
+A case is "model how method stage tier", perhaps with the ranks that share a row and the micro-batches that run
+together, or "model how method plain PARTS" for TRL's. How is full, lora, or lora over weights in 4 or 8 bits, as lora4.
+Method is sft, dpo, or packed. Rank 0 writes losses and gradient norms by case.
 """
 
 from __future__ import annotations
@@ -30,8 +29,8 @@ from wherry.finetune.options import parse
 from wherry.finetune.trainers import trainer_class
 
 STEPS, ROWS = 3, 8
+# The length of two rows.
 PACKED = 28
-"""So long are rows of two of the others, which are as many as the steps take."""
 together = wherry.Engine.backward_together
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 
@@ -62,7 +61,7 @@ def history(trainer: Any) -> list[list[float]]:
     return [[row["loss"], row["grad_norm"]] for row in trainer.state.log_history if "loss" in row]
 
 
-def ours(folder: Path, model: str, options: Namespace, method: str) -> Any:
+def ours(folder: Path, model: str, options: Namespace, method: str) -> list[list[float]]:
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder / model)
     length = PACKED if options.packing else 64
     examples = load_examples(options.data, method, tokenizer, eval_split=0, seed=3, sequence=length)
@@ -92,7 +91,7 @@ def ours(folder: Path, model: str, options: Namespace, method: str) -> Any:
     return history(trainer)
 
 
-def plain(folder: Path, model: str, options: Namespace, method: str, parts: int) -> Any:
+def plain(folder: Path, model: str, options: Namespace, method: str, parts: int) -> list[list[float]]:
     """TRL from the rows as they stand, in one process, in so many micro-batches."""
     from datasets import Dataset
 
@@ -132,22 +131,23 @@ def quantisation(bits: int | None) -> Any:
     )  # fmt: skip
 
 
+def run(folder: Path, case: str) -> list[list[float]]:
+    AcceleratorState._reset_state(reset_partial_state=True)
+    GradientState._reset_state()
+    model, how, method, stage, *more = case.split()
+    place, trained = ("2", "none") if stage == "plain" else (stage, *more), method.replace("packed", "sft")
+    options = options_of(folder, how, method, *place)
+    if stage == "plain":
+        return plain(folder, model, options, trained, parts=int(more[0]))
+    return ours(folder, model, options, trained)
+
+
 def main() -> None:
     folder, cases, out = Path(sys.argv[1]), json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)
-    gc.freeze()  # Accelerate collects for every trainer, and what is imported is most of what there is
-    found = {}
-    for case in cases:
-        AcceleratorState._reset_state(reset_partial_state=True)
-        GradientState._reset_state()
-        model, how, method, stage, *more = case.split()
-        place, trained = ("2", "none") if stage == "plain" else (stage, *more), method.replace("packed", "sft")
-        options = options_of(folder, how, method, *place)
-        if stage == "plain":
-            found[case] = plain(folder, model, options, trained, parts=int(more[0]))
-        else:
-            found[case] = ours(folder, model, options, trained)
+    gc.freeze()  # Accelerate collects garbage for every trainer, over all imported modules
+    found = {case: run(folder, case) for case in cases}
     if os.environ.get("RANK", "0") == "0":
         out.write_text(json.dumps(found))
 

@@ -1,4 +1,4 @@
-"""Tokenizers of a few hundred tokens, made in a blink, and a cache for what is read."""
+"""Tokenizers of a few hundred tokens, a cache of rows for each test, and a machine that need not be measured."""
 
 from __future__ import annotations
 
@@ -9,24 +9,33 @@ from typing import Any
 
 import pytest
 
-# As most models have it; this one does not mark what the assistant says, and TRL does not know it.
+# The commonest template. It does not mark the assistant's messages, and TRL has no copy of it.
 CHATML = (
     "{% for message in messages %}{{ '<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>\\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+@pytest.fixture
+def rows_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     import datasets
 
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
     return tmp_path / "cache"
 
 
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without a GPU whose rates are known: measuring takes longer than most tests."""
+    from wherry.plan import machines, probe
+
+    here = machines.described(machines.known("4090"), gpus=0)
+    monkeypatch.setattr(probe, "this_machine", lambda *_, **__: here)
+
+
 @pytest.fixture(scope="session")
 def tokenizer_of() -> Callable[..., Any]:
-    """A tokenizer of bytes and some merges, with this chat template or none."""
+    """Make tokenizers of bytes and some merges, with a chat template or none."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,41 +1,53 @@
-"""A program of the tests: a fine-tuning that is killed at random times and resumed. `killed.py FOLDER TIMES`.
+"""A program of the tests: a fine-tuning that is killed and resumed. `killed.py FOLDER TIMES`.
 
-What the runs need is imported once, and each is a process that begins from there.
+A run kills itself after a number of operations on files, counted from its first on a new checkpoint: within a save,
+within a step, or between them. The numbers are drawn, so that a seed repeats them.
 """
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
 import os
 import random
+import re
 import signal
 import sys
-import time
 from pathlib import Path
+from typing import Any
 
-import datasets  # noqa: F401
-import peft  # noqa: F401
-import trl
-
-import wherry.finetune.following
-import wherry.finetune.place
-import wherry.finetune.report  # noqa: F401
 from wherry.cli.finetune import main
 
-NOT_YET = os.WEXITED | os.WNOHANG | os.WNOWAIT
-trl.SFTTrainer, trl.SFTConfig  # noqa: B018  (they are imported when they are asked for)
+CHECKPOINT = re.compile(r"checkpoint-(\d+)")
+FILES = {"open", "os.rename", "os.mkdir", "os.remove", "shutil.rmtree"}
 
 
-def start(words: list[str], out: Path) -> int:
-    """A child that fine-tunes, as the command does."""
+class KillAfter:
+    """An audit hook that ends this process at an operation on files."""
+
+    def __init__(self, step: int, operations: int) -> None:
+        self.step, self.left, self.counts = step, operations, False
+
+    def __call__(self, event: str, arguments: tuple[Any, ...]) -> None:
+        if event not in FILES:
+            return
+        named = CHECKPOINT.search(str(arguments[0]))
+        self.counts = self.counts or (named is not None and int(named[1]) > self.step)
+        self.left -= self.counts
+        if self.left < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def finetune(words: list[str], out: Path, kill: KillAfter | None = None) -> int:
+    """Run the command in a fork; return its exit status."""
     child = os.fork()
     if child == 0:
         sink = os.open(out, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(sink, 1)
         os.dup2(sink, 2)
         status = 1
+        if kill is not None:
+            sys.addaudithook(kill)
         try:
             status = main(words)
         except BaseException:
@@ -43,10 +55,6 @@ def start(words: list[str], out: Path) -> int:
 
             traceback.print_exc()
         os._exit(status)
-    return child
-
-
-def ended(child: int) -> int:
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 
 
@@ -55,12 +63,11 @@ def bits(run: Path) -> str:
 
 
 def newest(run: Path) -> int:
-    """The last step that it began to save."""
+    """The last step whose save has begun."""
     return max((int(path.name.split("-")[1]) for path in (run / "checkpoints").glob("checkpoint-*")), default=0)
 
 
 def run() -> None:
-    gc.freeze()
     folder, times = Path(sys.argv[1]), int(sys.argv[2])
     words = [
         str(folder / "llama"),
@@ -71,21 +78,15 @@ def run() -> None:
     ]
     words += ["--offload-optimizer=cpu", "--offload-param=none", "--batch-size=4", "--global-batch-size=8", "--lr=0.01"]
     words += ["--samples=1", "--precision=fp32", "--keep-last=3", "--eval-split=4"]
-    assert ended(start([*words, f"--run-dir={folder / 'whole'}"], folder / "whole.txt")) == 0
-    draw, kills, steps = random.Random(0), 0, [0]
+    assert finetune([*words, f"--run-dir={folder / 'whole'}"], folder / "whole.txt") == 0
+    draw, steps = random.Random(0), [0]
     again = [*words, f"--run-dir={folder / 'killed'}", "--resume=auto"]
-    while kills < times:
-        child = start(again, folder / "killed.txt")
-        while newest(folder / "killed") <= steps[-1] and os.waitid(os.P_PID, child, NOT_YET) is None:
-            time.sleep(0.005)
-        time.sleep(draw.uniform(0, 0.15))  # in the midst of a save, of a step, of what comes between
-        os.kill(child, signal.SIGKILL)
-        if ended(child) == 0:  # it was quicker
-            break
-        kills += 1
+    for _ in range(times):
+        status = finetune(again, folder / "killed.txt", KillAfter(steps[-1], draw.randrange(1, 60)))
+        assert status == -signal.SIGKILL, (folder / "killed.txt").read_text()[-3000:]
         steps.append(newest(folder / "killed"))
-    assert ended(start(again, folder / "killed.txt")) == 0, (folder / "killed.txt").read_text()[-3000:]
-    told = {"kills": kills, "steps": steps, "same": bits(folder / "whole") == bits(folder / "killed")}
+    assert finetune(again, folder / "killed.txt") == 0, (folder / "killed.txt").read_text()[-3000:]
+    told = {"kills": times, "steps": steps, "same": bits(folder / "whole") == bits(folder / "killed")}
     (folder / "told.json").write_text(json.dumps(told))
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import logging
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers
 import yaml
 from safetensors.torch import load_file
 from tests.finetune.tiny import make_folder, write_rows
@@ -34,8 +34,9 @@ from wherry.sharding.meta import StayingInMemory
 from wherry.sources import find
 from wherry.testing import run_ranks
 
-peft = pytest.importorskip("peft", reason="the extra `transformers` is not installed")
-pytest.importorskip("bitsandbytes", reason="bitsandbytes is not installed")
+if absent := [name for name in ("peft", "bitsandbytes") if find_spec(name) is None]:
+    pytest.skip(f"{absent[0]} is not installed", allow_module_level=True)
+pytestmark = pytest.mark.usefixtures("rows_cache", "measured")
 
 RUN = ["--lora=r=4", "--lr=0.01", "--precision=fp32", "--batch-size=4", "--global-batch-size=8", "--eval-split=4"]
 IDS = torch.randint(0, 256, (2, 64), generator=torch.Generator().manual_seed(1))
@@ -52,9 +53,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory, chat: Any) -> Path:
 @pytest.fixture(scope="module")
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Weights beside which tables of 16 and 256 values are little."""
+    import transformers
+
     path = tmp_path_factory.mktemp("wide")
     config = transformers.LlamaConfig(
-        vocab_size=256, hidden_size=512, intermediate_size=1024, num_hidden_layers=6, num_attention_heads=4,
+        vocab_size=256, hidden_size=512, intermediate_size=1024, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=4,
     )  # fmt: skip
     transformers.LlamaForCausalLM(config).save_pretrained(path)
@@ -62,6 +65,8 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def adapted(model: Any) -> Any:
+    import peft
+
     with StayingInMemory():
         return peft.get_peft_model(model, peft.LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM"))
 
@@ -81,6 +86,8 @@ def plain_loss(folder: Path, **quantisation: Any) -> float:
 
 
 def plain(folder: Path, **quantisation: Any) -> Any:
+    import transformers
+
     told = {"quantization_config": transformers.BitsAndBytesConfig(**quantisation)} if quantisation else {}
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="cpu", **told)
 
@@ -90,6 +97,7 @@ NF4: dict[str, Any] = dict(
 )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("stage", "bits"), [(0, 8), (3, 4)])
 def test_a_plan_counts_what_an_engine_holds(wide: Path, bits: int, stage: int) -> None:
     zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0}
@@ -118,13 +126,15 @@ def test_a_plan_counts_what_an_engine_holds(wide: Path, bits: int, stage: int) -
             assert sum(row.bytes for row in estimate.rows if row.category == state) == pytest.approx(nbytes, rel=0.05)
     with FakeTensorMode(allow_non_fake_inputs=True):
         buffers = sum(buffer.nbytes for name, buffer in source.make(2, 64)[0].named_buffers() if "scales" in name)
-    tables = 4 * (16 + 256 + 1) * 42 if bits == 4 else 0  # by which codes are read, of each weight
+    tables = 4 * (16 + 256 + 1) * 14 if bits == 4 else 0  # by which codes are read, of each weight
     assert buffers + tables == pytest.approx(found["scales"], rel=0.01)
 
 
 def test_folders_of_codes_and_layers_the_other_way_round_read_as_transformers_reads_them(
     folder: Path, tmp_path: Path
 ) -> None:
+    import transformers
+
     coded = plain(folder / "llama", **NF4)
     coded.save_pretrained(tmp_path / "coded")
     _, codes, dtype = stored(tmp_path / "coded")
@@ -136,7 +146,7 @@ def test_folders_of_codes_and_layers_the_other_way_round_read_as_transformers_re
         assert loss_of(tmp_path / "gpt2", bits) == pytest.approx(plain_loss(tmp_path / "gpt2", **told), rel=1e-6)
 
 
-@pytest.mark.parametrize("storage", ["uint8", "bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("storage", ["uint8", "bfloat16", "float32"])
 def test_codes_are_never_cast_whatever_type_stores_them(folder: Path, tmp_path: Path, storage: str) -> None:
     plain(folder / "llama", **NF4, bnb_4bit_quant_storage=storage).save_pretrained(tmp_path)
     true = load_file(tmp_path / "model.safetensors")
@@ -157,6 +167,7 @@ def test_codes_are_never_cast_whatever_type_stores_them(folder: Path, tmp_path: 
                 assert codes.view(torch.uint8).equal(true[name].view(torch.uint8)), name
 
 
+@pytest.mark.long
 def test_a_run_over_4_bits_says_so_and_goes_on_to_the_same_bits(
     folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -185,9 +196,12 @@ def test_a_run_over_4_bits_says_so_and_goes_on_to_the_same_bits(
     assert ended.keys() == again.keys() and all(torch.equal(ended[name], again[name]) for name in ended)
 
 
+@pytest.mark.long
 def test_what_cannot_be_is_told(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    import transformers
+
     model, rows = folder / "llama", f"--data={folder / 'rows.jsonl'}"
     coded = tmp_path / "coded"
     plain(model, **NF4).save_pretrained(coded)
@@ -232,6 +246,8 @@ def test_weights_that_stay_wide_are_told_of(folder: Path, chat: Any, caplog: pyt
 
 def test_the_largest_unit_is_that_of_the_most_bytes() -> None:
     """Embeddings and the head stay wide: more bytes than a block of codes that has more parameters."""
+    import transformers
+
     config = transformers.LlamaConfig(
         vocab_size=1000, hidden_size=64, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4
     )

@@ -1,4 +1,4 @@
-"""`wherry finetune` as its users have it: flags, files, what is told, and what is left in the run's folder."""
+"""`wherry finetune`: flags, files, messages, and the files of a run's folder."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 import yaml
 from tests.finetune.tiny import make_folder, write_rows
 
@@ -19,7 +18,10 @@ from wherry.errors import WherryError
 from wherry.finetune.model import lora_config
 from wherry.finetune.options import parse
 
+pytestmark = pytest.mark.usefixtures("rows_cache", "measured")
 RUN = ["--steps=4", "--lr=0.01", "--precision=fp32", "--batch-size=4", "--global-batch-size=8", "--eval-split=4"]
+# Leaves nothing for the planner to search.
+PLACED = ["--stage=2", "--offload-optimizer=none"]
 
 
 @pytest.fixture(scope="module")
@@ -65,8 +67,11 @@ def test_a_file_has_the_flags_and_the_command_line_comes_over_it(tmp_path: Path)
     assert (config.r, config.lora_alpha, config.target_modules) == (8, 4, {"q_proj", "v_proj"})
 
 
+@pytest.mark.long
 def test_the_end_of_a_text_is_a_token_where_the_model_alone_says_which(folder: Path, tmp_path: Path) -> None:
     """As of a model that `wherry train` has made: its tokenizer of bytes has no token of that name."""
+    import transformers
+
     model = tmp_path / "model"
     shutil.copytree(folder / "plain", model)
     tokenizer = transformers.AutoTokenizer.from_pretrained(model)
@@ -77,7 +82,14 @@ def test_the_end_of_a_text_is_a_token_where_the_model_alone_says_which(folder: P
     (model / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
     bare = transformers.AutoTokenizer.from_pretrained(model)
     assert bare.eos_token is None and len(bare("<|endoftext|>").input_ids) > 1
-    words = [str(model), f"--data={folder / 'rows.jsonl'}", *RUN[1:], "--steps=1", f"--run-dir={tmp_path / 'run'}"]
+    words = [
+        str(model),
+        f"--data={folder / 'rows.jsonl'}",
+        *RUN[1:],
+        *PLACED,
+        "--steps=1",
+        f"--run-dir={tmp_path / 'run'}",
+    ]
     assert main(words) == 0
     tuned = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "model")
     assert tuned("<|endoftext|>").input_ids == [0] == [tuned.eos_token_id]
@@ -113,6 +125,7 @@ def test_mistakes_are_told(folder: Path, tmp_path: Path) -> None:
     assert "which goes with sft" in refused(model, rows, "--method=dpo")
 
 
+@pytest.mark.nightly
 def test_what_fits_nowhere_is_refused_before_it_is_loaded(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -130,6 +143,7 @@ def test_what_fits_nowhere_is_refused_before_it_is_loaded(
 # A run.
 
 
+@pytest.mark.long
 def test_all_weights(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     import transformers
 
@@ -167,6 +181,7 @@ def test_all_weights(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[
     assert "a step" not in capfd.readouterr().out
 
 
+@pytest.mark.long
 def test_a_model_that_could_not_be_written_is_where_the_run_goes_on(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -174,7 +189,7 @@ def test_a_model_that_could_not_be_written_is_where_the_run_goes_on(
     base, run = tmp_path / "base", tmp_path / "run"
     shutil.copytree(folder / "plain", base)
     (base / "generation_config.json").write_text('{"temperature": 0.9, "top_p": 0.6, "eos_token_id": 0}')
-    words = [str(base), f"--data={folder / 'rows.jsonl'}", *RUN, "--steps=1", "--eval-split=0"]
+    words = [str(base), f"--data={folder / 'rows.jsonl'}", *RUN, *PLACED, "--steps=1", "--eval-split=0"]
 
     def full(*_: Any) -> None:
         raise WherryError("the disk is full")
@@ -198,13 +213,14 @@ def test_a_model_that_could_not_be_written_is_where_the_run_goes_on(
     assert json.loads((run / "model" / "generation_config.json").read_text())["do_sample"] is True
 
 
+@pytest.mark.long
 def test_an_adapter_of_chats_answers(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     from wherry.cli.generate import main as generate
 
     run = tmp_path / "run"
     words = [str(folder / "chat"), f"--data={folder / 'chat.jsonl'}", f"--run-dir={run}", *RUN]
     words += ["--steps=16", "--lr=0.05", "--lr-warmup-iters=1", "--samples=1"]
-    assert main([*words, "--lora=r=4", "--stage=3", "--offload-param=cpu"]) == 0
+    assert main([*words, "--lora=r=4", "--stage=3", "--offload-param=cpu", "--offload-optimizer=cpu"]) == 0
     assert sorted(path.name for path in (run / "model").glob("adapter*")) == [
         "adapter_config.json",
         "adapter_model.safetensors",

@@ -16,6 +16,7 @@ from tests.finetune.conftest import CHATML
 from wherry.errors import WherryError
 from wherry.finetune.data import Examples, load_examples, show_example
 
+pytestmark = pytest.mark.usefixtures("rows_cache")
 USER, ASSISTANT = {"role": "user", "content": "hi there"}, {"role": "assistant", "content": "hello"}
 TWO_TURNS = [USER, ASSISTANT, {"role": "user", "content": "and bye?"}, {"role": "assistant", "content": "see you"}]
 
@@ -464,7 +465,7 @@ def test_prompts_end_where_the_last_answer_begins(write: Any, chat: Any) -> None
 
 
 def test_what_was_made_is_found_again(
-    write: Any, chat: Any, plain: Any, cache: Path, monkeypatch: pytest.MonkeyPatch
+    write: Any, chat: Any, plain: Any, rows_cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from wherry.finetune.encoding import Encoder
 
@@ -476,7 +477,7 @@ def test_what_was_made_is_found_again(
     assert load(path, chat).train[:] == first and not rendered
     load(path, plain)
     load(path, chat, sequence=2)
-    assert len(rendered) == 6 and len(list((cache / "wherry").glob("*.arrow"))) == 3
+    assert len(rendered) == 6 and len(list((rows_cache / "wherry").glob("*.arrow"))) == 3
 
 
 # What is told of an example.

@@ -1,4 +1,4 @@
-"""A model and rows that are named as on the hub: what is fetched of them, and that the hub's cache serves then."""
+"""Fetch a model and rows from a hub, and use the hub's cache afterwards."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +14,12 @@ import pytest
 from tests.finetune.hub import hub_of
 from tests.finetune.tiny import make_folder, write_rows
 
-pytest.importorskip("trl", reason="the extra `transformers` is not installed")
-
+# The hub's address is read when its package is imported: these processes cannot be forks.
+pytestmark = [
+    pytest.mark.nightly,
+    pytest.mark.usefixtures("launched"),
+    pytest.mark.skipif(find_spec("trl") is None, reason="the extra `transformers` is not installed"),
+]
 PROGRAM = """
 import json, sys
 from wherry.cli import main

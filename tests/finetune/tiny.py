@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 
 _SHAPE = dict(
     hidden_size=32,
@@ -23,6 +22,8 @@ _SHAPE = dict(
 
 
 def config_of(kind: str, vocabulary: int) -> Any:
+    import transformers
+
     shape: dict[str, Any] = {**_SHAPE, "vocab_size": vocabulary}
     if kind == "llama":
         return transformers.LlamaConfig(**shape)
@@ -34,6 +35,8 @@ def config_of(kind: str, vocabulary: int) -> Any:
 
 
 def make_folder(folder: Path, kind: str, tokenizer: Any, dtype: torch.dtype = torch.float32) -> Path:
+    import transformers
+
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(config_of(kind, len(tokenizer)))
     model.to(dtype).save_pretrained(folder)

@@ -11,7 +11,7 @@ import pytest
 import torch
 from tests.engine.harness import adamw, make_model, settings, token_batch
 from tests.gpu.warm import DEVICE
-from tests.tiers.test_placements import offload
+from tests.tiers.rows import offload
 
 import wherry
 

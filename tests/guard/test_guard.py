@@ -60,7 +60,7 @@ def test_tensors_allocated(stage: int) -> None:
 
 @pytest.mark.skipif(NO_INSTRUCTIONS is not None, reason=str(NO_INSTRUCTIONS))
 @pytest.mark.parametrize("isa", counts.COUNTED_ISAS)
-def test_instructions_of_the_kernels(isa: str) -> None:
+def test_instructions_of_the_kernels(isa: str, launched: Any) -> None:
     if isa not in loading.available_isas():
         pytest.skip(f"this processor has no {isa}")
     seen, stored = counts.instructions(isa), EXPECTED["instructions"][isa]

@@ -5,21 +5,20 @@ import json
 from pathlib import Path
 
 import pytest
-from tests.forks import ENGINE, Forks
 
-# It is looked for, and not imported: that takes long, and every test worker reads this file.
+# Found, and not imported: an import takes seconds, and every worker collects this file.
 if importlib.util.find_spec("lightning") is None:
     pytest.skip("lightning comes with `pip install '.[lightning]'`", allow_module_level=True)
 
 PROGRAM = Path(__file__).with_name("lightning_modules.py")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "lightning_module.py"
-IMPORTS = (*ENGINE, "lightning", "lightning.pytorch.strategies.deepspeed")
+IMPORTS = ("lightning", "lightning.pytorch.strategies.deepspeed")
 
 
 @pytest.fixture(scope="module")
-def forks():
-    with Forks(*IMPORTS) as forks:
-        yield forks
+def lightning(forks):
+    """Forks of a process that has imported it."""
+    return forks.of(*IMPORTS)
 
 
 def run(forks, folder, mode, ranks, stage, accumulation):
@@ -28,29 +27,17 @@ def run(forks, folder, mode, ranks, stage, accumulation):
     return json.loads((folder / f"{mode}.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def plain(forks, tmp_path_factory):
-    known = {}
-
-    def at(accumulation):
-        if accumulation not in known:
-            known[accumulation] = run(forks, tmp_path_factory.mktemp("plain"), "plain", 1, 0, accumulation)
-        return known[accumulation]
-
-    return at
+# Lightning's own DeepSpeed strategy divides the loss by the accumulation, and so does the engine that it drives: its
+# results with accumulation differ from Lightning's without it, whichever engine runs.
+MODES = [("own", 3, 2), *(pytest.param(*case, marks=pytest.mark.nightly) for case in (("own", 2, 2), ("alias", 3, 1)))]
 
 
-# Lightning's own DeepSpeed strategy divides the loss by the accumulation, and so does the engine that it asks to: what
-# it gives with accumulation is not what Lightning gives without it, whichever engine runs.
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize(("mode", "stage", "accumulation"), [("own", 3, 2), ("own", 2, 2), ("alias", 3, 1)])
-def test_it_trains_validates_saves_and_resumes_as_without_wherry(plain, forks, tmp_path, mode, stage, accumulation):
-    plain = plain(accumulation)
-    if mode == "alias":
-        with Forks(*IMPORTS, as_deepspeed=True) as aliased:
-            found = run(aliased, tmp_path, mode, 2, stage, accumulation)
-    else:
-        found = run(forks, tmp_path, mode, 2, stage, accumulation)
+@pytest.mark.parametrize(("mode", "stage", "accumulation"), MODES)
+def test_it_trains_validates_saves_and_resumes_as_without_wherry(forks, tmp_path, mode, stage, accumulation):
+    processes = forks.of(*IMPORTS, as_deepspeed=mode == "alias")
+    plain = run(processes, tmp_path, "plain", 1, 0, accumulation)
+    found = run(processes, tmp_path, mode, 2, stage, accumulation)
     assert len(found["losses"]) == 12
     assert found["losses"] == pytest.approx(plain["losses"], rel=2e-5)
     assert found["validation"] == pytest.approx(plain["validation"], rel=2e-5)
@@ -64,14 +51,14 @@ def test_it_trains_validates_saves_and_resumes_as_without_wherry(plain, forks, t
         assert found["fitted_again"][0] < found["losses"][-6]
 
 
-def test_the_checks_of_the_strategy(forks, tmp_path):
-    done = forks.run(PROGRAM.with_name("lightning_checks.py"), folder=tmp_path)
+def test_the_checks_of_the_strategy(lightning, tmp_path):
+    done = lightning.run(PROGRAM.with_name("lightning_checks.py"), folder=tmp_path)
     assert done.returncode == 0, done.stderr[-5000:]
     assert "all of it was checked" in done.stdout
 
 
-def test_the_example(forks, tmp_path):
-    done = forks.run(EXAMPLE, "--epochs", 3, ranks=2, folder=tmp_path)
+def test_the_example(lightning, tmp_path):
+    done = lightning.run(EXAMPLE, "--epochs", 3, ranks=2, folder=tmp_path)
     assert done.returncode == 0, done.stderr[-5000:]
     assert "validation " in done.stdout
     assert (tmp_path / "runs" / "lightning" / "last.ckpt" / "latest").exists()

@@ -6,6 +6,7 @@ import json
 import warnings
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,15 +20,16 @@ from wherry.parallel.comm import Comm
 from wherry.sharding.meta import StayingInMemory
 from wherry.testing import run_ranks
 
-pytest.importorskip("peft", reason="the extra `transformers` is not installed")
-transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
+if find_spec("peft") is None or find_spec("transformers") is None:
+    pytest.skip("peft and transformers come with `pip install '.[transformers]'`", allow_module_level=True)
 
-KINDS = ["nf4", "fp4", "int8", "torchao int8", "torchao float8"]
 IDS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(1))
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def quantisation(kind: str) -> Any:
+    import transformers
+
     if kind.startswith("torchao"):
         pytest.importorskip("torchao", reason="torchao is not installed")
         from torchao.quantization import Float8WeightOnlyConfig, Int8WeightOnlyConfig
@@ -47,6 +49,8 @@ def quantisation(kind: str) -> Any:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model in full precision."""
+    import transformers
+
     config = transformers.LlamaConfig(
         vocab_size=64, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2,
@@ -67,6 +71,8 @@ def adapted(model: nn.Module) -> Any:
 
 def loaded(folder: Path, kind: str) -> Any:
     """As from_pretrained quantises it."""
+    import transformers
+
     with warnings.catch_warnings(action="ignore"):
         return adapted(
             transformers.AutoModelForCausalLM.from_pretrained(
@@ -77,6 +83,7 @@ def loaded(folder: Path, kind: str) -> Any:
 
 def outline(folder: Path, kind: str, *, with_values: bool = True) -> Any:
     """The same on the meta device; the engine quantises what it reads from the files."""
+    import transformers
     from transformers.quantizers import AutoHfQuantizer
 
     quantiser = AutoHfQuantizer.from_config(quantisation(kind), pre_quantized=False)
@@ -134,16 +141,24 @@ def assert_same(found: Any, expected: tuple[list[float], dict[str, torch.Tensor]
         torch.testing.assert_close(found[1][name], value, rtol=1e-4, atol=1e-5, msg=lambda told, n=name: f"{n}: {told}")
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_trained_as_without_an_engine(folder: Path, tmp_path: Path, kind: str) -> None:
+# Each kind, and each placement of the codes.
+TRAINED = [
+    ("nf4", 3, "nvme", 2), ("nf4", 2, "none", 2), ("int8", 3, "cpu", 1), ("fp4", 0, "none", 2),
+    ("torchao int8", 3, "none", 2), ("torchao float8", 3, "cpu", 2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "stage", "tier", "ranks"), TRAINED)
+def test_trained_as_without_an_engine(
+    folder: Path, tmp_path: Path, kind: str, stage: int, tier: str, ranks: int
+) -> None:
     expected = train_plain(loaded(folder, kind))
-    for stage, tier, ranks in [(0, "none", 2), (2, "none", 2), (3, "none", 2), (3, "cpu", 1), (3, "nvme", 2)]:
-        models = [loaded(folder, kind) for _ in range(ranks)]
-        assert_same(train(models, settings(stage, tier, tmp_path)), expected)
+    assert_same(train([loaded(folder, kind) for _ in range(ranks)], settings(stage, tier, tmp_path)), expected)
 
 
 def test_adapters_on_the_meta_device_are_as_peft_draws_them(folder: Path, tmp_path: Path) -> None:
     """By hand, and by the Trainer's class; what would read the base's weights is told."""
+    import transformers
     from peft import LoraConfig, get_peft_model
 
     expected = train_plain(adapted(transformers.LlamaForCausalLM.from_pretrained(folder, dtype=torch.float32)))
@@ -165,7 +180,8 @@ def test_quantised_while_it_is_read(folder: Path, tmp_path: Path, kind: str) -> 
     assert_same(train([outline(folder, kind) for _ in range(2)], settings(3, "cpu", tmp_path)), expected)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.long
+@pytest.mark.parametrize("kind", ["nf4", "int8", "torchao int8", "torchao float8"])
 def test_memory_and_checkpoints(folder: Path, tmp_path: Path, kind: str) -> None:
     """Codes are shared out; a checkpoint gives them, with their scales, to another number of ranks."""
 
@@ -220,6 +236,8 @@ def test_without_values_there_are_no_codes(folder: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["nf4", "torchao int8"])
 def test_the_trainer_takes_one_with_an_adapter(folder: Path, tmp_path: Path, kind: str) -> None:
+    import transformers
+
     from wherry.integrations.transformers import WherryTrainer
 
     rows = [{"input_ids": ids, "labels": ids} for ids in IDS.repeat(4, 1)]

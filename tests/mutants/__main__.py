@@ -19,7 +19,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.rooms import tests_of
+from tests.rooms import paths_of
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -39,9 +39,8 @@ def applies(patch: Path, root: Path = ROOT) -> bool:
 
 def copy_project(root: Path, target: Path) -> Path:
     """Copy the project with an environment that imports the copy; return its interpreter."""
-    listed = subprocess.run(
-        ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"], cwd=root, capture_output=True, check=True
-    )
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=root, capture_output=True, check=True)
     libraries = [str(path.relative_to(root)) for path in root.glob("src/wherry/native/*.so")]
     for name in (*listed.stdout.decode().split("\0"), *libraries):
         if name and (root / name).is_file():
@@ -57,7 +56,7 @@ def copy_project(root: Path, target: Path) -> Path:
 def search(python: Path, folder: Path, tests: list[str], marks: str, workers: int) -> tuple[int, str, float]:
     """Run tests until one fails; the exit status, the test that failed, the seconds."""
     command = [str(python), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks, "--timeout", "120"]
-    command += ["-n", str(workers), "--dist", "worksteal", *tests]
+    command += ["-n", str(workers), "--dist", "worksteal", *(path for path in tests if (folder / path).exists())]
     began = time.monotonic()
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -83,7 +82,7 @@ def main() -> int:
         python = copy_project(options.root, copy)
         for patch in patches:
             said = fields(patch)
-            tests = ["tests"] if options.whole else [path for path in tests_of([said["Room"]]) if (copy / path).exists()]
+            tests = ["tests"] if options.whole else paths_of([said["Room"]])
             subprocess.run(["git", "apply", str(patch)], cwd=copy, check=True)
             try:
                 status, test, seconds = search(python, copy, tests, options.marks, options.workers)

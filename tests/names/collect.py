@@ -13,15 +13,10 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
-
-import torch
-import transformers
-from lightning.pytorch.strategies import DDPStrategy
-from torch import nn
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = (
@@ -43,11 +38,12 @@ COMMANDS = (
     "doctor",
     "version",
 )
+# Classes that people hold, and bases whose members are not theirs.
 CLASSES = {
-    "wherry.Engine": nn.Module,
-    "wherry.update.optimizer.ShardedOptimizer": torch.optim.Optimizer,
-    "wherry.integrations.lightning.WherryStrategy": DDPStrategy,
-    "wherry.integrations.transformers.WherryTrainer": transformers.Trainer,
+    "wherry.Engine": "torch.nn.Module",
+    "wherry.update.optimizer.ShardedOptimizer": "torch.optim.Optimizer",
+    "wherry.integrations.lightning.WherryStrategy": "lightning.pytorch.strategies.DDPStrategy",
+    "wherry.integrations.transformers.WherryTrainer": "transformers.Trainer",
 }
 FUNCTIONS = (
     "wherry.nn.chunked_cross_entropy",
@@ -65,7 +61,7 @@ _INNER = {
 }  # fmt: skip
 
 _ALIAS = """
-import importlib, json, sys, types
+import importlib, json, sys, torch
 from wherry.compat import deepspeed as alias
 alias.install()
 import deepspeed
@@ -124,12 +120,13 @@ def public(module: ModuleType) -> list[str]:
     )
 
 
-def alias(modules: Sequence[str]) -> dict[str, Any]:
-    """The names under `import deepspeed`, in a process that has the alias."""
-    program = "import torch\n" + _ALIAS
-    done = subprocess.run(
-        [sys.executable, "-c", program, *modules], capture_output=True, text=True, timeout=120, cwd=ROOT
-    )
+def alias(modules: Sequence[str], run: Callable[..., Any] | None = None) -> dict[str, Any]:
+    """The names under `import deepspeed`, in a process of its own; `run` starts one with an interpreter's words."""
+    words = ["-c", _ALIAS, *modules]
+    if run is None:
+        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120, cwd=ROOT)
+    else:
+        done = run(*words, folder=ROOT, launched=False)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found
@@ -149,7 +146,7 @@ def resolve(path: str) -> Any:
 def collect(modules: Sequence[str]) -> dict[str, Any]:
     return {
         "python": python_names(),
-        "members": {path: members(resolve(path), base) for path, base in CLASSES.items()},
+        "members": {path: members(resolve(path), resolve(base)) for path, base in CLASSES.items()},
         "flags": {command: flags(command) for command in COMMANDS},
         "keys": config_keys(),
         "alias": alias(modules),

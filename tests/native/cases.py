@@ -1,7 +1,9 @@
-"""Segments of every kind, built from the same numbers."""
+"""Segments of every kind from the same numbers, and comparisons of their bits."""
 
 from __future__ import annotations
 
+import functools
+import inspect
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,6 +29,24 @@ RULES: dict[str, Callable[[int], native.Formula]] = {
     "nesterov": lambda step: native.SGD(0.1, 0.9, nesterov=True, first=step == 1, step=step),
     "momentum": lambda step: native.SGD(0.1, 0.8, 0.3, weight_decay=0.01, step=step),
 }
+
+
+def on_every_isa(test: Callable[..., None]) -> Callable[..., None]:
+    """Run a test for each instruction set, and name the one that fails."""
+
+    @functools.wraps(test)
+    def run(**arguments: Any) -> None:
+        for isa in ISAS:
+            try:
+                test(isa=isa, **arguments)
+            except Exception as error:
+                error.add_note(f"instruction set: {isa}")
+                raise
+
+    signature = inspect.signature(test)
+    rest = [parameter for name, parameter in signature.parameters.items() if name != "isa"]
+    run.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
+    return run
 
 
 def place(values: Tensor, offset: int) -> Tensor:
@@ -82,7 +102,7 @@ def tensors(made: native.Segment) -> list[Tensor]:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The patterns, all NaNs made the same one: which NaN a NaN is, is not promised."""
+    """The bit patterns of a tensor, with one pattern for all NaNs: kernels may give any."""
     plain = tensor.detach().clone()
     if plain.is_floating_point():
         plain[plain.isnan()] = torch.nan
@@ -98,7 +118,7 @@ def assert_same_bits(got: list[Tensor], expected: list[Tensor], what: object = "
 
 
 def assert_same_segment(got: native.Segment, expected: native.Segment, what: object = "") -> None:
-    """As `assert_same_bits`; of split weights the master is compared, where a NaN may be any."""
+    """Compare bits; of split weights compare the joined master, where a NaN may be any."""
     if got.low is None:
         return assert_same_bits(tensors(got), tensors(expected), what)
     masters = []
@@ -112,7 +132,7 @@ def assert_same_segment(got: native.Segment, expected: native.Segment, what: obj
     assert_same_bits(tensors(got)[2:], tensors(expected)[2:], what)
 
 
-# Values whose handling goes wrong first.
+# Values that kernels handle wrongly first.
 SPECIAL = np.array(
     [0.0, -0.0, 1e-45, -1e-45, 1e-40, 1.1754944e-38, 3.4028235e38, -3.4028235e38, np.inf, -np.inf, np.nan, 1.0, 65504.0,
      65520.0, 6e-8, 2.98e-8],
@@ -121,14 +141,14 @@ SPECIAL = np.array(
 
 
 def random_bits(generator: np.random.Generator, numel: int) -> Tensor:
-    """fp32 values of random patterns, special ones among them."""
+    """Draw fp32 values of random bit patterns, and special ones among them."""
     raw = generator.integers(0, 1 << 32, numel, dtype=np.uint32).view(np.float32)
     chosen = np.where(generator.random(numel) < 0.2, generator.choice(SPECIAL, numel), raw)
     return torch.from_numpy(chosen.astype(np.float32))
 
 
 def moved(made: native.Segment, device: str) -> native.Segment:
-    """A copy of it on a device."""
+    """Copy a segment to a device."""
 
     def there(tensor: Tensor | None) -> Any:
         return None if tensor is None else tensor.to(device, copy=True)
@@ -142,19 +162,19 @@ def moved(made: native.Segment, device: str) -> native.Segment:
 
 
 def assert_updates_as_the_host(update: Any, device: str = "cpu", states: Sequence[str] = STATES) -> None:
-    """That `update(segments, formulas, multiplier)` on a device does what `PackedSegments.run` does, to the bit."""
+    """Compare the bits of `update(segments, formulas, multiplier)` on a device with those of `PackedSegments.run`."""
     generator = np.random.default_rng(0)
     forms = [*((mode, 1061) for mode in WEIGHTS), ("bf16", 0), ("split", 1), ("fp16", 2048)]
     grad_dtypes = itertools.cycle(GRADS)
 
     def numbers(numel: int) -> Tensor:
-        """Finite but for the last 300, which may be anything; some are halfway between two bf16 numbers."""
+        """Draw finite numbers, some halfway between two bf16 numbers, and 300 random patterns at the end."""
         sizes = generator.choice([0.0, 1e-45, 1e-39, 1e-20, 1e-3, 1.0, 1e3], numel).astype(np.float32)
-        found = torch.from_numpy(sizes) * torch.randn(numel)
-        found.view(torch.int32)[::3] &= -0x10000
-        found.view(torch.int32)[::3] |= 0x8000
-        found[-300:] = random_bits(generator, len(found[-300:]))
-        return found
+        values = torch.from_numpy(sizes) * torch.randn(numel)
+        values.view(torch.int32)[::3] &= -0x10000
+        values.view(torch.int32)[::3] |= 0x8000
+        values[-300:] = random_bits(generator, len(values[-300:]))
+        return values
 
     torch.manual_seed(0)
     for name, state in itertools.product(RULES, states):
@@ -162,7 +182,7 @@ def assert_updates_as_the_host(update: Any, device: str = "cpu", states: Sequenc
         host = []
         for mode, numel in forms:
             host.append(segment(rule(1), numbers(numel), numbers(numel), mode=mode, state=state))
-            host[-1].start = (3 << 32) - 512  # the numbers of the elements cross a multiple of 2^32
+            host[-1].start = (3 << 32) - 512  # element numbers cross a multiple of 2^32
         made = [moved(one, device) for one in host]
         for step in (1, 2):
             for mine, theirs in zip(made, host, strict=True):

@@ -1,4 +1,4 @@
-"""What is installed works: `python tests/native/smoke.py`, where a wheel of Wherry is installed, and what it needs."""
+"""Train with an installed wheel: `python tests/native/smoke.py`, in an environment with Wherry and its requirements."""
 
 import os
 import sys

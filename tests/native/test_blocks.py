@@ -7,7 +7,7 @@ import torch
 
 from wherry import native
 
-from .cases import ISAS, assert_same_bits
+from .cases import ISAS, assert_same_bits, on_every_isa
 
 
 def there_and_back(values, *, signed, isa):
@@ -18,7 +18,7 @@ def there_and_back(values, *, signed, isa):
     return blocks, back
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@on_every_isa
 @pytest.mark.parametrize("signed", [True, False])
 def test_every_code_is_its_own_value(isa, signed):
     codes = torch.arange(256, dtype=torch.uint8)
@@ -39,7 +39,7 @@ def test_every_code_is_its_own_value(isa, signed):
 BOUNDS = [(True, 1 / 32, 0.5 / 1984), (False, 1 / 16, 1 / 15 / 2**30)]
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@on_every_isa
 @pytest.mark.parametrize(("signed", "relative", "linear"), BOUNDS)
 def test_values_are_near(isa, signed, relative, linear):
     torch.manual_seed(0)
@@ -63,7 +63,7 @@ def test_the_same_bits_on_every_instruction_set():
                 assert_same_bits([blocks.codes, blocks.scales, back], [expected.codes, expected.scales, value], isa)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@on_every_isa
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_block_that_is_not_finite_is_nan_and_its_neighbours_are_not(isa, bad):
     values = torch.ones(768)
@@ -74,7 +74,7 @@ def test_a_block_that_is_not_finite_is_nan_and_its_neighbours_are_not(isa, bad):
     assert torch.equal(back[512:], torch.ones(256))
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@on_every_isa
 def test_zeros_and_what_is_too_small_for_a_scale(isa):
     _, back = there_and_back(torch.zeros(300), signed=True, isa=isa)
     assert not back.any()
@@ -82,7 +82,7 @@ def test_zeros_and_what_is_too_small_for_a_scale(isa):
     assert not back.any() and not blocks.scales.any()
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@on_every_isa
 def test_a_second_moment_does_not_vanish(isa):
     values = torch.full((256,), 1e-30)
     values[0] = 1.0
@@ -92,7 +92,7 @@ def test_a_second_moment_does_not_vanish(isa):
     assert torch.all(back[2:] > 0)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@on_every_isa
 @pytest.mark.parametrize("signed", [True, False])
 def test_rounding_inside_an_update_keeps_the_mean(isa, signed):
     # A rule that replaces its state: the sum of squares, or the momentum, of one step from zero.

@@ -1,4 +1,4 @@
-"""The rules against torch.optim, over many steps; one step against double precision is in `test_properties`."""
+"""Update rules against torch.optim over many steps; `test_properties` compares one step with double precision."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from wherry import native
 from wherry.errors import WherryError
 
-from .cases import ISAS
+from .cases import on_every_isa
 
 TORCH = {
     "adamw": (
@@ -39,7 +39,7 @@ TORCH = {
 }
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@on_every_isa
 @pytest.mark.parametrize("name", TORCH)
 def test_as_torch_optim_after_100_steps(name, isa):
     make, rule = TORCH[name]

@@ -1,4 +1,4 @@
-"""The library itself: what it needs, what it exports, how it is chosen, and how its absence is told."""
+"""The native library: its dependencies, exports, choice, and the reasons for its absence."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ needs_binutils = pytest.mark.skipif(
 
 @needs_library
 @needs_binutils
-def test_the_library_needs_the_system_libraries_alone():
+def test_the_library_needs_the_system_libraries_alone(launched):
     out = subprocess.run(["readelf", "-d", str(LIBRARY)], capture_output=True, text=True, check=True).stdout
     needed = set(re.findall(r"NEEDED.*\[(.+?)\]", out))
     assert needed
@@ -33,11 +33,11 @@ def test_the_library_needs_the_system_libraries_alone():
 
 @needs_library
 @needs_binutils
-def test_the_library_exports_its_own_names_alone():
+def test_the_library_exports_its_own_names_alone(launched):
     command = ["nm", "-D", "--defined-only", str(LIBRARY)]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     names = {line.split()[-1] for line in out.splitlines()}
-    # What the compiler instantiates of the standard library (mangled, in std) stays visible.
+    # Instances of the standard library's templates (mangled, in std) stay visible.
     own = {name for name in names if not re.match(r"_Z\w*St", name)}
     assert {"wherry_abi_version", "wherry_plan_submit"} <= own
     assert all(name.startswith("wherry_") for name in own), own

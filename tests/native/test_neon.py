@@ -1,4 +1,4 @@
-"""The kernels of 64-bit Arm, on a machine that is none: the source of the portable ones, and run where that can be."""
+"""The kernels of 64-bit Arm on another processor: their source beside the portable one, compiled and emulated."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_it_is_the_portable_source_with_exact_operations_of_its_own():
 
 
 @needs_cross
-def test_it_compiles():
+def test_it_compiles(launched):
     sources = [path for path in sorted(SOURCES.glob("*.cpp")) if not re.search("avx|portable", path.name)]
     assert {"kernels_neon.cpp", "pool.cpp", "api.cpp", "disk_uring.cpp"} <= {path.name for path in sources}
     subprocess.run([CROSS, *FLAGS, "-fsyntax-only", *sources], check=True)
@@ -60,7 +60,7 @@ def run_here(tmp_path: Path) -> dict[str, str]:
     return digests(done.stdout)
 
 
-def test_the_library_without_python(tmp_path):
+def test_the_library_without_python(tmp_path, launched):
     found = run_here(tmp_path)
     codes = {str(loading.ISA_CODES[name]) for name in native.available_isas() if name != "torch"}
     assert set(found) == codes
@@ -68,9 +68,9 @@ def test_the_library_without_python(tmp_path):
 
 
 @needs_cross
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(EMULATOR is None, reason="there is no qemu-aarch64 to run it in")
-def test_it_gives_the_same_bits(tmp_path):
+def test_it_gives_the_same_bits(tmp_path, launched):
     """The whole library for 64-bit Arm, emulated: its NEON and portable kernels, against those of this machine."""
     program = tmp_path / "native_test_aarch64"
     sources = [path for path in sorted(SOURCES.glob("*.cpp")) if not re.match(r"kernels_avx|disk", path.name)]

@@ -1,4 +1,4 @@
-"""Updates on a device, in torch and by the Triton kernel, have the bits of the host's kernels."""
+"""Updates on a device, in torch and by the Triton kernel, give the bits of the host's kernels."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ def test_in_torch_the_bits_are_those_of_the_host():
     assert_updates_as_the_host(update_on_device)
 
 
-def test_the_triton_kernel_has_the_same_bits():
-    """By Triton's interpreter, which takes the process: there need be no GPU."""
+def test_the_triton_kernel_has_the_same_bits(launched):
+    """Run the kernel by Triton's interpreter, which needs no GPU, and a process of its own."""
     pytest.importorskip("triton", reason=WITHOUT_TRITON)
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     subprocess.run([sys.executable, "-c", KERNEL], env=environment, check=True)
 
 
 @pytest.mark.parametrize("rule", ["Adam", "Adagrad"])
-def test_what_the_triton_kernel_becomes_rounds_each_operation_once(rule, tmp_path, monkeypatch):
-    """Nothing is fused, approximate, or flushed to zero: an NVIDIA GPU does what the interpreter did."""
+def test_the_compiled_triton_kernel_rounds_each_operation_once(rule, tmp_path, monkeypatch, launched):
+    """Its PTX fuses, approximates and flushes nothing, so that a GPU gives the interpreter's bits."""
     triton = pytest.importorskip("triton", reason=WITHOUT_TRITON)
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -74,7 +74,7 @@ def test_on_a_gpu(kernel, monkeypatch):
     assert_updates_as_the_host(update_on_device, "cuda")
 
 
-def test_a_triton_that_does_not_work_is_told_of_once(monkeypatch, caplog):
+def test_a_broken_triton_is_logged_once(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "triton", None)
     monkeypatch.delitem(sys.modules, "wherry.native.triton_kernel", raising=False)
     device = torch.device("cpu")

@@ -12,14 +12,14 @@ from hypothesis import strategies as st
 
 from wherry import native
 
-from .cases import GRADS, ISAS, assert_same_bits, bits, place, random_bits
+from .cases import GRADS, ISAS, assert_same_bits, bits, on_every_isa, place, random_bits
 
 
 def every(dtype):
     return torch.from_numpy(np.arange(1 << 16, dtype=np.uint16).view(np.int16)).view(dtype)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@on_every_isa
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_value_is_cast_as_torch_does(isa, dtype):
     src = every(dtype)
@@ -29,7 +29,7 @@ def test_every_16_bit_value_is_cast_as_torch_does(isa, dtype):
         assert_same_bits([dst], [src.float().to(to)], to)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@on_every_isa
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_fp32_is_rounded_as_torch_does(isa, dtype):
     generator = np.random.default_rng(0)
@@ -92,14 +92,14 @@ def test_sum_squares_of_what_is_not_finite():
 
 
 def rounded(values, *, isa=None, seed=5, start=0):
-    """bf16 state that an update has set to these values."""
+    """Set bf16 state to these values by an update."""
     state = torch.zeros(values.numel(), dtype=torch.bfloat16)
     segment = native.Segment(values, torch.zeros(values.numel()), state=(state,), seed=seed, start=start)
     native.PackedSegments([segment], isa=isa).run(native.SGD(0.1, 0.9, first=True))
     return state
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@on_every_isa
 def test_stochastic_rounding_keeps_the_mean(isa):
     value = torch.tensor(1.0 + 0.3 * 2**-7)  # three tenths of the way from 1 to the next bf16
     src = value.repeat(1 << 17)
@@ -126,7 +126,7 @@ def test_stochastic_rounding_draws_by_number_and_seed():
         assert not torch.equal(bits(rounded(src, **others)), bits(first))
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@on_every_isa
 def test_stochastic_rounding_leaves_exact_values_and_infinities(isa):
     exact = every(torch.bfloat16)
     assert_same_bits([rounded(exact.float(), isa=isa)], [exact])

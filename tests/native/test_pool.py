@@ -1,4 +1,4 @@
-"""The pool: concurrent submissions, tickets, forks and the end of the process."""
+"""The pool of update threads: concurrent submissions, tickets, forks and the end of the process."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def ones_plan(numel=LARGE):
 
 
 def threads() -> set[int]:
-    """Of this process. What is measured is which are new: those of other tests may end at any time."""
+    """The threads of this process; tests compare them, as those of other tests may end at any time."""
     return {int(task) for task in os.listdir("/proc/self/task")}
 
 
@@ -47,8 +47,8 @@ def in_a_process(code, **environment):
     return done.stdout.split()
 
 
-def test_without_python(tmp_path):
-    """What threads do at a gate, in C++: several jobs under way, none of which is waited for."""
+def test_without_python(tmp_path, launched):
+    """Run several jobs at a gate in C++, and wait for none of them."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         pytest.skip("there is no C++ compiler")
@@ -116,7 +116,7 @@ def test_threads_end_with_the_pool():
     gc.collect()
     before = threads()
     pool = native.Pool(threads=3)
-    assert threads() <= before  # none before there is work
+    assert threads() <= before  # a pool starts none before it has work
     plan.submit(native.SGD(1.0), 1.0, pool).wait()
     assert len(threads() - before) == 3
     pool.close()
@@ -130,7 +130,7 @@ def test_threads_end_with_the_pool():
 
 
 @needs_library
-def test_a_forked_child_gets_threads_of_its_own():
+def test_a_forked_child_gets_threads_of_its_own(launched):
     out = in_a_process(
         """
         import os, torch
@@ -161,7 +161,7 @@ def test_a_forked_child_gets_threads_of_its_own():
     assert sorted(out) == ["child", "parent"]
 
 
-def test_the_process_ends_with_updates_under_way():
+def test_the_process_ends_with_updates_under_way(launched):
     out = in_a_process(
         """
         import torch
@@ -209,7 +209,7 @@ def test_physical_cores_of_this_machine():
     assert set(cores) <= set(pools.allowed_cpus())
 
 
-def test_mistakes_are_explained():
+def test_impossible_pools_are_refused():
     with pytest.raises(WherryError, match=r"cores \[99999\] are not among the CPUs"):
         native.Pool(cores=[99999])
     with pytest.raises(WherryError, match="threads=0, expected at least 1"):

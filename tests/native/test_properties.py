@@ -1,4 +1,4 @@
-"""One step of every rule, in every form of weights, gradients and state, against the same mathematics in float64.
+"""One step of every rule, in every form of weights, gradients and state, against the same formula in float64.
 
 The bound: fp32 rounds each operation by 2^-24 of its result. A step has fewer than `ROUNDINGS` of them, so a weight is
 within that many of its own size and its update's together; a sum that cancels is bounded by what it sums.
@@ -22,14 +22,14 @@ from .cases import GRADS, ISAS, RULES, STATES, WEIGHTS, assert_same_bits, bits, 
 
 ROUNDINGS = 24
 UNIT = 2.0**-24
-# What underflow loses: the smallest fp32 number a few times; and of what size that would be a rounding.
+# The loss by underflow: the smallest fp32 number a few times; and the size of which that would be a rounding.
 LOST = 1e-43
 TINY = LOST / (ROUNDINGS * UNIT)
 
 
 @dataclass
 class Reference:
-    """What a step gives in float64, and the sizes that its roundings are relative to."""
+    """The result of a step in float64, and the sizes that its roundings are relative to."""
 
     weight: np.ndarray
     weight_size: np.ndarray
@@ -111,7 +111,7 @@ def opened(state: Tensor | native.Blocks8) -> np.ndarray:
 
 
 def state_error(exact: np.ndarray, size: np.ndarray, kind: str, signed: bool) -> np.ndarray:
-    """How far stored state may be from what it should hold."""
+    """The largest error that stored state may have."""
     rounding = ROUNDINGS * UNIT * size + LOST
     if kind == "fp32":
         return rounding
@@ -181,7 +181,7 @@ class Made:
         return [self.full(), *([] if self.working is None else [self.working]), *stored]
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(
     name=st.sampled_from(list(RULES)),
     mode=st.sampled_from(WEIGHTS),
@@ -239,10 +239,10 @@ def test_one_step_of_anything(name, mode, kind, grad_dtype, numel, offsets, cuts
         check(f"state {k}", opened(stored), expected, state_error(expected, size, kind, signed))
 
 
-def check(what: str, got: np.ndarray, exact: np.ndarray, allowed: np.ndarray) -> None:
+def check(name: str, got: np.ndarray, exact: np.ndarray, allowed: np.ndarray) -> None:
     finite = np.isfinite(exact)
-    assert np.array_equal(np.isfinite(got), finite), f"{what}: what is not finite is so in one of them only"
+    assert np.array_equal(np.isfinite(got), finite), f"{name}: different elements are finite"
     wrong = np.flatnonzero(np.abs(got[finite] - exact[finite]) > allowed[finite])
     assert wrong.size == 0, (
-        f"{what}: {got[finite][wrong[:3]]}, expected {exact[finite][wrong[:3]]} within {allowed[finite][wrong[:3]]}"
+        f"{name}: {got[finite][wrong[:3]]}, expected {exact[finite][wrong[:3]]} within {allowed[finite][wrong[:3]]}"
     )

@@ -8,7 +8,7 @@ import torch
 
 from wherry import native
 
-from .cases import ISAS
+from .cases import on_every_isa
 
 
 def patterns(raw) -> torch.Tensor:
@@ -33,7 +33,7 @@ def assert_round_trip(master, isa):
 UPPER = [0x0000, 0x0001, 0x007F, 0x0080, 0x3F7F, 0x3F80, 0x7F7E, 0x7F7F, 0x7F80, 0x7F81, 0x7FBF, 0x7FC0, 0x7FFE, 0x7FFF]
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@on_every_isa
 def test_every_low_half_comes_back(isa):
     low = np.arange(1 << 16, dtype=np.uint32)
     for upper in UPPER:
@@ -41,7 +41,7 @@ def test_every_low_half_comes_back(isa):
             assert_round_trip(patterns(np.uint32((upper | sign) << 16) | low), isa)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@on_every_isa
 def test_random_patterns_come_back_and_the_upper_half_is_the_master_rounded_half_up(isa):
     raw = np.random.default_rng(1).integers(0, 1 << 32, 1_000_000, dtype=np.uint32)
     master = patterns(raw)
@@ -60,7 +60,7 @@ def test_random_patterns_come_back_and_the_upper_half_is_the_master_rounded_half
     assert torch.equal(up.view(torch.int16), expected)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@on_every_isa
 def test_a_nan_has_a_nan_upper_half(isa):
     generator = np.random.default_rng(2)
     payload = generator.integers(0x10000, 0x800000, 100_000, dtype=np.uint32)  # all quiet NaNs, and most others
@@ -72,8 +72,8 @@ def test_a_nan_has_a_nan_upper_half(isa):
     assert infinities.tolist() == [float("inf"), float("-inf")]
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("grad_dtype", [torch.float32, torch.bfloat16, torch.float16])
+@on_every_isa
 def test_an_update_of_a_split_master_is_that_of_a_whole_one(isa, grad_dtype):
     torch.manual_seed(0)
     master = torch.randn(5000)

@@ -1,4 +1,4 @@
-"""The update kernels: every instruction set and the torch fallback give the same bits, whatever they are given."""
+"""Update kernels: every instruction set and the torch fallback give the same bits for any input."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from .cases import (
     WEIGHTS,
     assert_same_bits,
     assert_same_segment,
+    on_every_isa,
     random_bits,
     segment,
     tensors,
@@ -35,11 +36,10 @@ def run(isa, name, weights, grads, *, mode, state, grad_dtype=torch.float32, off
 
 
 @pytest.mark.parametrize("name", RULES)
-@pytest.mark.parametrize("state", STATES)
-def test_same_bits_on_every_instruction_set(name, state):
+def test_same_bits_on_every_instruction_set(name):
     torch.manual_seed(0)
     weights, grads = torch.randn(1061), [torch.randn(1061) for _ in range(3)]
-    for mode, grad_dtype in itertools.product(WEIGHTS, GRADS):
+    for state, mode, grad_dtype in itertools.product(STATES, WEIGHTS, GRADS):
         made = {isa: run(isa, name, weights, grads, mode=mode, state=state, grad_dtype=grad_dtype) for isa in ISAS}
         for isa in ISAS[1:]:
             assert_same_bits(tensors(made[isa]), tensors(made[ISAS[0]]), (name, state, mode, grad_dtype, isa))
@@ -72,8 +72,8 @@ def test_any_numbers_any_length_any_alignment(name, mode, state, grad_dtype, num
         assert_same_segment(got, expected, key)
 
 
-@pytest.mark.parametrize("isa", ISAS)
 @pytest.mark.parametrize("state", STATES)
+@on_every_isa
 def test_threads_and_chunks_do_not_change_bits(isa, state):
     numel = 3 * 32768 + 321
     torch.manual_seed(2)
@@ -100,9 +100,9 @@ def test_threads_and_chunks_do_not_change_bits(isa, state):
         assert_same_bits(other, results[0])
 
 
-@pytest.mark.parametrize("isa", ISAS)
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("mode", WEIGHTS)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@on_every_isa
 def test_a_bad_gradient_stays_where_it_is(isa, bad, mode):
     torch.manual_seed(4)
     weights, grad = torch.randn(300), torch.randn(300)
@@ -116,7 +116,7 @@ def test_a_bad_gradient_stays_where_it_is(isa, bad, mode):
     assert torch.equal(held[others], expected[others])
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@on_every_isa
 def test_denormals_are_kept_even_where_the_caller_flushes_them(isa):
     tiny = torch.full((40,), 1e-40)
     assert torch.set_flush_denormal(True)

@@ -176,6 +176,18 @@ def peak(step: Callable[[], Any]) -> int:
     return highest
 
 
+def test_the_peak_is_a_twentieth_of_plains() -> None:
+    rows, classes, width, chunk = 1024, 4096, 16, 1 << 14
+    given = torch.zeros(rows, width, requires_grad=True), torch.zeros(classes, width, requires_grad=True)
+    labels = torch.zeros(rows, dtype=torch.long)
+    gradients = sum(t.nbytes for t in given)
+    whole = peak(lambda: plain(*given, labels).backward()) - gradients
+    mine = peak(lambda: chunked_cross_entropy(*given, labels, chunk=chunk).backward())
+    assert whole > 4 * 4 * rows * classes
+    assert 4 * chunk < mine < 0.05 * whole, (mine, whole)
+
+
+@pytest.mark.long
 def test_the_peak_of_a_vocabulary_of_128k_at_8k_tokens_is_a_twentieth_of_plains() -> None:
     tokens, classes, width = 8192, 131_072, 64
 

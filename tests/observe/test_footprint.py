@@ -1,4 +1,4 @@
-"""Bytes of tensors, whoever lets go of them, and whenever."""
+"""Count the bytes of tensors, whichever thread frees them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from wherry.observe.footprint import WORKING, Footprint
 
 
 def test_a_storage_that_goes_while_another_one_is_counted() -> None:
-    """As where another thread, which updates or writes to a disk, had it last."""
+    """Another thread, which updates or writes to disk, may free the storage at any moment."""
 
     class Live(dict[str, int]):
         def get(self, *given: Any) -> Any:

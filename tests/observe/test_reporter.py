@@ -1,4 +1,4 @@
-"""What an engine tells: sinks of the config and of code, operations counted, time and communication summed up."""
+"""Metrics of an engine: sinks of the config and of code, counts of operations, sums of time and communication."""
 
 from __future__ import annotations
 
@@ -6,22 +6,13 @@ import csv
 import json
 import logging
 
+import pytest
 import torch
-from tests.engine.harness import adamw, make_model, settings, token_batch
+from tests.engine.harness import engine_of, make_model, settings, train
 
 import wherry
 from wherry.observe.metrics import JSONLines
 from wherry.testing import run_ranks
-
-
-def train(engine, steps: int, rank: int = 0) -> list[float]:
-    losses = []
-    for step in range(steps):
-        loss = engine(*token_batch(step, 0, rank))
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-    return losses
 
 
 def test_the_config_s_sinks_get_every_update_from_rank_zero_only(tmp_path):
@@ -31,11 +22,9 @@ def test_the_config_s_sinks_get_every_update_from_rank_zero_only(tmp_path):
     }
 
     def body(comm):
-        mine = make_model()
-        more = settings(2, more=config)
-        engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), mesh=comm, config=more)
+        engine = engine_of(make_model(), settings(2, more=config), comm)
         assert engine.monitor.enabled == (comm.rank == 0)
-        losses = train(engine, 3, comm.rank)
+        losses = train(engine, 3)
         engine.monitor.log(3, {"validation_loss": 1.5})
         engine.close()
         return losses
@@ -51,17 +40,16 @@ def test_the_config_s_sinks_get_every_update_from_rank_zero_only(tmp_path):
     assert [float(row["loss"]) for row in table] == losses
 
 
-def test_the_loss_of_fp16_is_told_without_its_scale(tmp_path):
-    model = make_model()
+def test_the_loss_of_fp16_is_reported_without_its_scale(tmp_path):
     config = settings(2, more={"fp16": {"enabled": True}, "wherry": {"run_dir": str(tmp_path)}})
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    engine = engine_of(make_model(), config)
     losses = train(engine, 3)
     engine.close()
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [row["loss"] for row in rows] == losses
 
 
-def test_samples_of_a_size_that_nobody_gave_are_told_of(tmp_path, caplog):
+def test_an_unknown_micro_batch_size_is_logged(tmp_path, caplog):
     for size in ({}, {"train_micro_batch_size_per_gpu": 1}):
         config = {"optimizer": {"type": "SGD"}, "wherry": {"run_dir": str(tmp_path)}, **size}
         wherry.initialize(model=make_model(), config=config)[0].close()
@@ -69,14 +57,11 @@ def test_samples_of_a_size_that_nobody_gave_are_told_of(tmp_path, caplog):
 
 
 def test_tensorboard_files_hold_the_curve(tmp_path):
-    import pytest
-
     pytest.importorskip("tensorboard", reason="it comes with `pip install '.[tensorboard]'`")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    model = make_model()
     config = settings(1, more={"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}})
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    engine = engine_of(make_model(), config)
     losses = train(engine, 2)
     engine.close()
     events = EventAccumulator(str(tmp_path / "job"))
@@ -86,10 +71,9 @@ def test_tensorboard_files_hold_the_curve(tmp_path):
 
 def test_a_sink_of_the_user_s_code(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    model = make_model()
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(0, 2))
+    engine = engine_of(make_model(), settings(0, 2))
     engine.monitor.add(JSONLines("mine.jsonl"))
-    train(engine, 4)
+    train(engine, 2)
     engine.close()
     assert len((tmp_path / "mine.jsonl").read_text().splitlines()) == 2
 
@@ -99,7 +83,7 @@ def test_operations_are_counted_in_the_step_that_is_named(tmp_path):
     model = torch.nn.Sequential(torch.nn.Linear(width, width, bias=False), torch.nn.Linear(width, width, bias=False))
     block = {"enabled": True, "profile_step": 2, "output_file": str(tmp_path / "operations")}
     config = settings(2, more={"flops_profiler": block})
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    engine = engine_of(model, config)
     for step in range(3):
         assert engine.flops is None or step == 2
         engine.backward(engine(torch.ones(rows, width)).sum())
@@ -114,11 +98,9 @@ def test_operations_are_counted_in_the_step_that_is_named(tmp_path):
 
 def test_time_and_communication_are_summed_up(caplog):
     def body(comm):
-        mine = make_model()
         more = {"wall_clock_breakdown": True, "comms_logger": {"enabled": True}, "steps_per_print": 2}
-        config = settings(3, more=more)
-        engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), mesh=comm, config=config)
-        train(engine, 4, comm.rank)
+        engine = engine_of(make_model(), settings(3, more=more), comm)
+        train(engine, 4)
         engine.close()
 
     with caplog.at_level(logging.INFO, logger="wherry"):

@@ -21,7 +21,7 @@ except KeyboardInterrupt:
 """
 
 
-def test_keys_leave_no_mark_while_something_is_redrawn_and_the_terminal_is_given_back():
+def test_keys_are_not_echoed_while_the_screen_is_redrawn_and_the_terminal_is_restored(launched):
     ours, theirs = pty.openpty()
     run = subprocess.Popen(
         [sys.executable, "-c", DRAWS],
@@ -36,7 +36,7 @@ def test_keys_leave_no_mark_while_something_is_redrawn_and_the_terminal_is_given
     assert shown == "\x1b[?25l inside False\n\x1b[?25hafter True\n"
 
 
-def test_without_a_terminal_there_is_nothing_to_keep():
+def test_without_a_terminal_nothing_is_changed(launched):
     done = subprocess.run(
         [sys.executable, "-c", "from wherry.observe.stdout import kept_terminal as kept\nwith kept(): print(1)"],
         stdin=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-"""A small model with dropout-free tensor parallelism made by hand, as Megatron-style code has it, over any `Comm`."""
+"""A small model with tensor parallelism made by hand, as in Megatron-style code, over any `Comm`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from wherry.parallel.comm import Comm
 
 
 class Copy(torch.autograd.Function):
-    """The same values forward; gradients of all ranks are summed backward."""
+    """Pass values through forward; sum the gradients of all ranks backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, comm: Comm) -> torch.Tensor:
@@ -28,7 +28,7 @@ class Copy(torch.autograd.Function):
 
 
 class Sum(torch.autograd.Function):
-    """The sum over ranks forward; the same gradient backward."""
+    """Sum over ranks forward; pass the gradient through backward."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, comm: Comm) -> torch.Tensor:

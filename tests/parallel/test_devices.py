@@ -1,4 +1,4 @@
-"""On which device a rank computes, and which tests may see a GPU."""
+"""Choose the device of a rank, and the tests that may see a GPU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from wherry.tiers.streams import Link
 
 @pytest.fixture
 def three_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
-    """Of which the second is current; returns what is made current."""
+    """Three GPUs, of which the second is current; records the devices that are made current."""
     chosen: list[torch.device] = []
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: True)
     monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda: torch.device("cuda"))
@@ -31,7 +31,7 @@ def three_gpus(monkeypatch: pytest.MonkeyPatch) -> list[torch.device]:
 
 
 @pytest.mark.parametrize(("rank", "index"), [(None, 1), ("0", 0), ("2", 2), ("4", 1)])
-def test_a_launchers_rank_has_its_gpu_and_a_program_by_itself_the_one_it_has_chosen(
+def test_the_gpu_of_a_launched_rank_and_of_a_program_alone(
     rank: str | None, index: int, three_gpus: list[torch.device], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if rank is None:
@@ -43,7 +43,7 @@ def test_a_launchers_rank_has_its_gpu_and_a_program_by_itself_the_one_it_has_cho
 
 
 @pytest.mark.usefixtures("three_gpus")
-def test_what_measuring_has_taken_of_a_gpu_is_free_again(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_memory_that_measuring_took_is_freed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     done: list[object] = []
     fork = torch.random.fork_rng
     monkeypatch.setattr(torch.random, "fork_rng", lambda **asked: done.append(asked) or fork(devices=[]))
@@ -62,7 +62,7 @@ def test_what_measuring_has_taken_of_a_gpu_is_free_again(monkeypatch: pytest.Mon
         ({"is_bf16_supported": lambda including_emulation=True: including_emulation}, torch.float16),
     ],
 )
-def test_a_device_is_measured_in_the_half_precision_that_is_its_own(
+def test_the_half_precision_that_a_device_is_measured_in(
     module: dict[str, object], half: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_device_module", lambda device: SimpleNamespace(**module))
@@ -70,7 +70,7 @@ def test_a_device_is_measured_in_the_half_precision_that_is_its_own(
     assert rates._half(device) is half and rates.device_name(device) == str(device)
 
 
-def test_what_measuring_the_bus_has_pinned_is_pinned_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_measuring_the_bus_pinned_is_unpinned(monkeypatch: pytest.MonkeyPatch) -> None:
     pinned: dict[int, int] = {}
     seen: list[int] = []
 
@@ -95,8 +95,8 @@ def test_what_measuring_the_bus_has_pinned_is_pinned_no_more(monkeypatch: pytest
     assert seen == [1 << 16, 1 << 16] and not pinned
 
 
-def test_the_way_between_gpus_is_measured_by_a_process_that_ends(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+def test_bandwidth_between_gpus_is_measured_by_a_process_that_ends(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, launched: object
 ) -> None:
     assert rates.between_gpus.__name__ in rates._LINK
     monkeypatch.setattr(rates, "_LINK", "print(25e9)")
@@ -113,8 +113,8 @@ def test_the_way_between_gpus_is_measured_by_a_process_that_ends(
 
 
 @pytest.mark.usefixtures("three_gpus")
-def test_a_gpu_that_is_anothers_is_not_asked_what_it_has_free(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Whoever is asked has a context of this process from then on."""
+def test_free_memory_of_another_ranks_gpu_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Reading the free memory of a GPU creates a context of this process there."""
     asked: list[int] = []
 
     def free(gpu: torch.device | int) -> tuple[int, int]:

@@ -31,6 +31,18 @@ from wherry.tiers.buffers import HostPool
 from wherry.tiers.streams import Link
 
 WIDTH, LENGTH, MICRO = 64, 24, 2
+# Every flat by itself: which small ones share a collective depends on buffers that the comparisons count.
+ALONE = {"reduce_bucket_size": 0, "allgather_bucket_size": 0}
+
+
+def config(stage: int, accumulation: int = 1, precision: str = "bf16", **more: Any) -> dict[str, Any]:
+    return {
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": accumulation,
+        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **ALONE},
+        **({} if precision == "fp32" else {precision: {"enabled": True}}),
+        **more,
+    }
 
 
 class Layer(nn.Module):
@@ -42,19 +54,18 @@ class Layer(nn.Module):
         self.down = nn.Linear(4 * width, width)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.norm(x)
-        x = x + torch.tanh(self.mix(h))
+        x = x + torch.tanh(self.mix(self.norm(x)))
         return x + self.down(F.gelu(self.up(x)))
 
 
 class Model(nn.Module):
-    """Large enough that alignment is small change, and small enough for tests."""
+    """Wide enough that alignment adds little; a dry run's time is that of its operations, so its blocks are few."""
 
-    def __init__(self) -> None:
+    def __init__(self, blocks: int = 2) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCABULARY, WIDTH)
         self.register_buffer("scale", torch.ones(WIDTH))
-        self.blocks = nn.ModuleList(Layer(WIDTH) for _ in range(4))
+        self.blocks = nn.ModuleList(Layer(WIDTH) for _ in range(blocks))
         self.norm = nn.LayerNorm(WIDTH)
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
@@ -70,6 +81,15 @@ class Model(nn.Module):
 def make(micro_batch: int = MICRO, sequence: int = LENGTH) -> tuple[nn.Module, Any]:
     ids = torch.zeros(micro_batch, sequence, dtype=torch.int64)
     return Model(), (ids, ids)
+
+
+def one_block(micro_batch: int = MICRO, sequence: int = LENGTH) -> tuple[nn.Module, Any]:
+    return Model(blocks=1), make(micro_batch, sequence)[1]
+
+
+def deep(micro_batch: int = MICRO, sequence: int = LENGTH) -> tuple[nn.Module, Any]:
+    """The same with four blocks, where checkpoints of two blocks each are to differ from one of all."""
+    return Model(blocks=4), make(micro_batch, sequence)[1]
 
 
 class Unseen(ThreadComm):

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.plan.test_dryrun import config
+from tests.plan.measured import config
 from torch import nn
-from torch.nn import functional as F
 
 from wherry import config as configs
 from wherry.plan import dry_run
@@ -19,26 +18,24 @@ from wherry.plan.parts import Outline, ends, longest_run
 from wherry.sources import find, of_shape
 from wherry.train.presets import Shape
 
-LAYERS = 20
+WIDTH = 1024
+# The least that is counted by fewer blocks, and of an engine that looks one block ahead.
+LAYERS, LAYERS_AHEAD = 15, 19
 AHEAD = {"stage3_prefetch_bucket_size": 10**6, "stage3_param_persistence_threshold": 0}
 
 
-class Block(nn.Module):
+class Block(nn.Sequential):
     """With few operations: each takes a dry run a millisecond."""
 
-    def __init__(self, width: int = 512) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(width, 2 * width), nn.Linear(2 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.down(F.gelu(self.up(x)))
+    def __init__(self, bias: bool) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH, bias), nn.GELU())
 
 
 class Deep(nn.Module):
-    def __init__(self) -> None:
+    def __init__(self, layers: int, bias: bool) -> None:
         super().__init__()
-        self.embed = nn.Embedding(500, 512)
-        self.blocks = nn.ModuleList(Block() for _ in range(LAYERS))
+        self.embed = nn.Embedding(100, WIDTH)
+        self.blocks = nn.ModuleList(Block(bias) for _ in range(layers))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
@@ -47,8 +44,8 @@ class Deep(nn.Module):
         return (x @ self.embed.weight.T).float().mean()
 
 
-def deep(micro_batch: int = 2) -> tuple[nn.Module, torch.Tensor]:
-    return Deep(), torch.zeros(micro_batch, 32, dtype=torch.int64)
+def deep(layers: int, *, bias: bool = False) -> ModelSource:
+    return find(lambda micro_batch=2: (Deep(layers, bias), torch.zeros(micro_batch, 32, dtype=torch.int64)))
 
 
 def zero(stage: int, **more: Any) -> dict[str, Any]:
@@ -60,38 +57,42 @@ def placed(device: str, folder: Path) -> dict[str, Any]:
     return zero(3, offload_optimizer=place, offload_param=place | ({"max_in_cpu": 0} if device == "nvme" else {}))
 
 
-# What is asked for, and whether the device has memory of its own.
+# Configs, and whether the device has memory of its own.
 CASES: dict[str, tuple[dict[str, Any], bool]] = {
-    "data parallel": (zero(0), False),
-    "ZeRO-1": (zero(1), True),
-    "ZeRO-2 with accumulation": (zero(2) | {"gradient_accumulation_steps": 4}, True),
-    "ZeRO-3": (zero(3), True),
+    "data parallel": (zero(0) | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, False),
+}
+MORE: dict[str, tuple[dict[str, Any], bool]] = {
+    "ZeRO-2": (zero(2), True),
     "recomputed": (zero(3) | {"activation_checkpointing": {"policy": "recompute"}}, False),
-    "together": (zero(3) | {"gradient_accumulation_steps": 2, "wherry": {"accumulation": "layer_major"}}, True),
-    "clipped": (zero(3) | {"gradient_clipping": 1.0}, False),
     "on the host": ({"on": "cpu"}, True),
-    "on the host that computes": ({"on": "cpu"}, False),
+    "ZeRO-2 with accumulation": (zero(2) | {"gradient_accumulation_steps": 4}, True),
+    "together": (zero(3) | {"gradient_accumulation_steps": 2, "wherry": {"accumulation": "layer_major"}}, True),
+    "clipped, on the host that computes": ({"on": "cpu", "gradient_clipping": 1.0}, False),
     "on disk": ({"on": "nvme"}, True),
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
 def test_few_blocks_tell_of_all(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    more, gpu = dict(CASES[name][0]), CASES[name][1]
+    given, gpu = {**CASES, **MORE}[name]
+    more = dict(given)
     more |= placed(more.pop("on"), tmp_path) if "on" in more else {}
-    assert_few_tell_of_all(find(deep), LAYERS, configs.load(config(0) | more), gpu, monkeypatch)
+    layers = LAYERS if name in CASES else LAYERS_AHEAD
+    assert_few_tell_of_all(deep(layers), layers, configs.load(config(0) | more), gpu, monkeypatch)
 
 
+@pytest.mark.nightly
 def test_few_blocks_of_a_gpt_tell_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
     source = of_shape("deep", Shape(layers=16, hidden=256, heads=4, sequence=32, vocabulary=500))
     assert_few_tell_of_all(source, 16, configs.load(config(0) | zero(2)), True, monkeypatch)
 
 
+@pytest.mark.long
 def test_few_blocks_tell_of_all_where_activations_wait_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of a block are more than what is brought back ahead."""
-    source = of_shape("deep", Shape(layers=20, hidden=256, heads=4, sequence=2**18, vocabulary=500))
     away = {"activation_checkpointing": {"policy": "recompute", "cpu_checkpointing": True}}
-    assert_few_tell_of_all(source, 20, configs.load(config(0) | zero(2) | away), True, monkeypatch)
+    given = config(0) | zero(2) | away | {"train_micro_batch_size_per_gpu": 2**15}
+    assert_few_tell_of_all(deep(LAYERS_AHEAD, bias=True), LAYERS_AHEAD, configs.load(given), True, monkeypatch)
 
 
 def assert_few_tell_of_all(
@@ -129,10 +130,17 @@ class Counted(nn.Module):
         return x.sum()
 
 
-def test_a_forward_that_counts_its_blocks_is_run_whole() -> None:
+def test_a_forward_that_counts_its_blocks_is_run_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[int | None] = []
+
+    def counted(*given: Any, blocks: int | None = None, **how: Any) -> Any:
+        ran.append(blocks)
+        return count(*given, blocks=blocks, **how) if blocks else "the whole"
+
+    monkeypatch.setattr(dry_run, "count", counted)
     source = find(lambda: (Counted(), torch.zeros(2, 64)))
-    given = configs.load({})
-    assert count_by_blocks(source, given, outline(source), ranks=1) == count(source, given, ranks=1)
+    assert count_by_blocks(source, configs.load({}), outline(source), ranks=1) == "the whole"
+    assert ran == [6, None]
 
 
 def test_only_equal_blocks_that_follow_each_other_are_a_run() -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
-from tests.cli.programs import environment
 
 from wherry.cli import main
 from wherry.plan import machines
@@ -45,12 +45,6 @@ def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 def cells(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines()]
-
-
-@pytest.fixture(autouse=True)
-def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
 
 
 def test_what_fits_is_marked_and_the_formulas_are_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -251,14 +245,14 @@ def test_params_and_infinity_exclude_each_other(capsys: pytest.CaptureFixture[st
     assert "not allowed with" in capsys.readouterr().err
 
 
-def test_plan_needs_no_torch() -> None:
+def test_plan_needs_no_torch(launched: Any) -> None:
     program = (
         "import sys\nfrom wherry.cli import main\n"
         "main(['plan', '--params', '7.5e9'])\nmain(['plan', '--infinity', '--json'])\n"
         "print('LOADED', *sorted(sys.modules))"
     )
     done = subprocess.run(
-        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=True
+        [sys.executable, "-c", program], env=launched.environment(), capture_output=True, text=True, check=True
     )
     loaded = done.stdout.split("LOADED")[1].split()
     assert "wherry.plan.model_states" in loaded and "torch" not in loaded and "numpy" not in loaded

@@ -9,88 +9,93 @@ from typing import Any
 
 import pytest
 import torch
-from tests.forks import ENGINE, Forks
-from tests.plan.measured import make, measure
+from tests.plan.measured import config, deep, make, measure
 
 from wherry.errors import WherryError
 from wherry.observe.footprint import Footprint
 from wherry.parallel import comm
-from wherry.plan.dry_run import dry_run
+from wherry.plan.counts import Counts
+from wherry.plan.dry_run import DryRun, dry_run
 from wherry.sources import find, of_shape
 from wherry.train.presets import Shape
-
-# Every flat by itself: which small ones travel together depends on buffers that this compares.
-ALONE = {"reduce_bucket_size": 0, "allgather_bucket_size": 0}
 
 
 @pytest.fixture(autouse=True)
 def of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The real engines' ranks are threads here, which sum in place of what gloo would send."""
+    """The real engines' ranks are threads, which sum where gloo would exchange."""
     monkeypatch.setattr(comm, "EXCHANGED", -1)
 
 
-def config(stage: int, accumulation: int = 1, precision: str = "bf16", **more: Any) -> dict[str, Any]:
-    return {
-        "train_micro_batch_size_per_gpu": 2,
-        "gradient_accumulation_steps": accumulation,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **ALONE},
-        **({} if precision == "fp32" else {precision: {"enabled": True}}),
-        **more,
-    }
+def checkpoints(block: dict[str, Any]) -> dict[str, Any]:
+    return {"activation_checkpointing": block}
 
 
-def assert_same(given: dict[str, Any], ranks: int) -> None:
-    for rank, real in enumerate(measure(given, ranks)):
-        told = dry_run(find(make), given, ranks=ranks, rank=rank, sequence=24)
-        assert (told.calls, told.bytes) == (real.calls, real.bytes)
-        lines = real.lines(gpu=False)
-        assert [(line.category, line.tier) for line in told.memory] == [(line.category, line.tier) for line in lines]
-        for line, other in zip(told.memory, lines, strict=True):
-            assert line.at_peak == pytest.approx(other.at_peak, rel=0.001, abs=64), line.category
-            assert line.highest == pytest.approx(other.highest, rel=0.001, abs=64), line.category
+def small(micro_batch: int = 2, sequence: int = 24) -> tuple[torch.nn.Module, Any]:
+    """Few operations, for windows of many micro-batches."""
+    return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()), (torch.zeros(micro_batch, sequence, 64),)
 
 
-@pytest.mark.parametrize("ranks", [1, 4])
+# Every stage, precision, kind of window and number of ranks once, of which the last is counted.
+CASES: dict[str, tuple[int, dict[str, Any]]] = {
+    "data parallel, alone": (1, config(0, precision="fp32")),
+    "data parallel": (2, config(0)),
+    "fp16, clipped, gradients in fp32": (
+        2, config(2, precision="fp16", gradient_clipping=1.0, data_types={"grad_accum_dtype": "fp32"}),
+    ),
+    "micro-batches together": (2, config(3, accumulation=2, wherry={"accumulation": "layer_major"})),
+    "ZeRO-3 in fp32": (2, config(3, precision="fp32")),
+    "groups of ranks": (4, config(3, zero_optimization=config(3)["zero_optimization"] | {"mics_shard_size": 2})),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_as_a_real_engine(name: str) -> None:
+    ranks, given = CASES[name]
+    assert_same(make, given, ranks)
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_a_long_window_is_counted_by_short_ones(stage: int) -> None:
+    assert_same(small, config(stage, accumulation=5, precision="fp32"), 2)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_every_stage_as_a_real_engine(stage: int, ranks: int) -> None:
-    assert_same(config(stage), ranks)
+def test_every_rank_of_four_as_a_real_engine(stage: int) -> None:
+    assert_same(make, config(stage, accumulation=2), 4, every=True)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "fp16"])
-def test_other_precisions(precision: str) -> None:
-    assert_same(config(3, precision=precision), 2)
+def assert_same(build: Any, given: dict[str, Any], ranks: int, *, every: bool = False) -> None:
+    found = measure(given, ranks, build=build)
+    for rank in range(0 if every else ranks - 1, ranks):
+        assert_as_real(dry_run(find(build), given, ranks=ranks, rank=rank, sequence=24), found[rank])
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_long_window_is_told_by_short_ones(stage: int) -> None:
-    assert_same(config(stage, accumulation=5), 2)
+def assert_as_real(told: DryRun, real: Counts) -> None:
+    assert (told.calls, told.bytes) == (real.calls, real.bytes)
+    lines = real.lines(gpu=False)
+    assert [(line.category, line.tier) for line in told.memory] == [(line.category, line.tier) for line in lines]
+    for line, other in zip(told.memory, lines, strict=True):
+        assert line.at_peak == pytest.approx(other.at_peak, rel=0.001, abs=64), line.category
+        assert line.highest == pytest.approx(other.highest, rel=0.001, abs=64), line.category
 
 
-def test_a_window_whose_micro_batches_go_together() -> None:
-    assert_same(config(3, accumulation=3, wherry={"accumulation": "layer_major"}), 2)
+RECOMPUTE: list[Any] = [
+    (make, {"policy": "recompute"}), (make, {"save_operations": ["matmul"]}),
+    pytest.param(deep, {"every": 2}, marks=pytest.mark.long),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("block", [{"policy": "recompute"}, {"every": 2}, {"save_operations": ["matmul"]}])
-def test_recomputation(block: dict[str, Any]) -> None:
-    again = config(3, activation_checkpointing=block)
-    assert_same(again, 2)
+@pytest.mark.parametrize(("build", "block"), RECOMPUTE, ids=["recompute", "save_operations", "every"])
+def test_recomputation_keeps_less_as_a_real_engine(build: Any, block: dict[str, Any]) -> None:
+    (real,) = measure(config(3) | checkpoints(block), 1, build=build)
     kept, recomputed = (
-        next(line.highest for line in dry_run(find(make), given, ranks=2, sequence=24).memory
-             if line.category == "activations")
-        for given in (config(3), again)
-    )  # fmt: skip
-    assert recomputed < kept
-
-
-def test_clipping_loss_scale_and_fp32_gradients() -> None:
-    assert_same(config(2, precision="fp16", gradient_clipping=1.0, data_types={"grad_accum_dtype": "fp32"}), 2)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_groups_of_ranks(stage: int) -> None:
-    given = config(stage, accumulation=2)
-    given["zero_optimization"]["mics_shard_size"] = 2
-    assert_same(given, 4)
+        dry_run(find(build), config(3) | more, ranks=1, sequence=24) for more in ({}, checkpoints(block))
+    )
+    assert_as_real(recomputed, real)
+    of_activations = [max(line.highest for line in told.memory if line.category == "activations")
+                      for told in (kept, recomputed)]  # fmt: skip
+    assert of_activations[1] < of_activations[0]
 
 
 def test_a_thousand_ranks_hold_a_thousandth() -> None:
@@ -106,24 +111,22 @@ def test_a_thousand_ranks_hold_a_thousandth() -> None:
     assert told.calls["all_gather"] <= 2 * units
 
 
-def test_a_trillion_parameters_over_a_thousand_ranks(tmp_path: Path) -> None:
+@pytest.mark.nightly
+def test_a_trillion_parameters_over_a_thousand_ranks(forks: Any, tmp_path: Path) -> None:
     (tmp_path / "zero3.json").write_text('{"bf16": {"enabled": true}, "zero_optimization": {"stage": 3}}')
     program = (
-        "import sys, time\n"
+        "import sys\n"
         "from wherry.cli import main\n"
         "assert main(sys.argv[1:]) == 0\n"
         "held = open('/proc/self/status').read().split('VmHWM:')[1].split()[0]\n"
-        "print(int(held) * 1024, time.process_time(), file=sys.stderr)\n"
+        "print(int(held) * 1024, file=sys.stderr)\n"
     )
     flags = ("gpt-1t", "--dry-run", "--ranks", "1024", "--gpus", "0", "--config", "zero3.json", "--json")
-    with Forks(*ENGINE) as forks:
-        done = forks.run("-c", program, "plan", *flags, folder=tmp_path, launched=False, timeout=600.0)
+    done = forks.run("-c", program, "plan", *flags, folder=tmp_path, launched=False, timeout=600.0)
     assert done.returncode == 0, done.stderr
     told = json.loads(done.stdout)
-    held, worked = map(float, done.stderr.splitlines()[-1].split())
     assert told["parameters"] > 1e12 and told["ranks"] == 1024
-    assert held < 8e9
-    assert worked < 120
+    assert int(done.stderr.splitlines()[-1]) < 8e9
 
 
 def test_a_forward_that_asks_for_values_is_told_so() -> None:
@@ -200,8 +203,9 @@ def test_the_footprint_follows_storages() -> None:
     assert footprint.peak == 4000
 
 
+@pytest.mark.long
 def test_checkpoints_are_shared_out_over_tensor_parallel_ranks() -> None:
-    layers, width, tokens = 8, 512, 4 * 256
+    layers, width, tokens = 3, 512, 4 * 256
     source = of_shape("gpt2", Shape(layers, width, 8, 256, 512))
 
     def highest(**more: Any) -> int:

@@ -45,8 +45,7 @@ def config(stage: int, **more: Any) -> dict[str, Any]:
     return {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, **BF16, **more}
 
 
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("group", [0, 7], indirect=True)
+@pytest.mark.parametrize(("group", "stage"), [(0, 3), (7, 1)], indirect=["group"])
 def test_a_rank_of_an_engine_holds_what_is_said(group: int, stage: int) -> None:
     place, mesh = parallel.lay_out(topology.find(), Grid(2, 2))
     whole = GPT(GPTConfig.of(SHAPE, tied=False))
@@ -64,6 +63,7 @@ def test_a_rank_of_an_engine_holds_what_is_said(group: int, stage: int) -> None:
         assert told == pytest.approx(held[state], rel=0.03), state
 
 
+@pytest.mark.long
 def test_shares_of_states_activations_and_time() -> None:
     source = of_shape("wide", Shape(layers=4, hidden=1024, heads=16, sequence=256, vocabulary=512))
     machine = replace(known("h100"), overhead=0.0)  # a little model would be all launches
@@ -91,6 +91,7 @@ def test_shares_of_states_activations_and_time() -> None:
     assert any("is full with 4 micro-batches" in note for note in short.notes)
 
 
+@pytest.mark.long
 def test_a_dry_run_of_a_part() -> None:
     source = of_shape("small", SHAPE)
     whole = dry_run(source, config(2), ranks=4)
@@ -117,6 +118,7 @@ def test_a_hugging_face_model_is_cut_as_transformers_says(tmp_path: Path) -> Non
         source.share(Grid(pipe=2), None)
 
 
+@pytest.mark.long
 def test_the_command(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setitem(SHAPES, "gpt2-10m", replace(SHAPES["gpt2-10m"], layers=2))

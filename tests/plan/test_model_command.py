@@ -18,21 +18,13 @@ import wherry
 from wherry import config as configs
 from wherry.cli import main
 from wherry.errors import WherryError
-from wherry.plan.counts import Counts
-from wherry.plan.dry_run import count_by_blocks
 from wherry.plan.machines import Machine, described, known
-from wherry.plan.model_source import ModelSource
-from wherry.plan.parts import Outline
-from wherry.sources import SHAPES
+from wherry.sources import SHAPES, find
 from wherry.train.presets import Shape
 
+pytestmark = pytest.mark.usefixtures("dry_runs_once")
 SMALL = ("gpt2-10m", "--machine", "4090")
-
-
-@pytest.fixture(autouse=True)
-def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "80")
-    monkeypatch.delenv("FORCE_COLOR", raising=False)
+SMALLER = ("tests.plan.measured:make", "--sequence", "24")
 
 
 @pytest.fixture(autouse=True)
@@ -46,24 +38,6 @@ def few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
 def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
     """What is nearest is not looked for: it takes longer than the answer."""
     monkeypatch.setattr("wherry.plan.choose.nearest_change", lambda *_, **__: None)
-
-
-_ran: dict[str, Counts] = {}
-
-
-@pytest.fixture(autouse=True)
-def each_dry_run_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands of these tests ask for the same presets with the same configs, again and again."""
-
-    def counted(source: ModelSource, config: configs.Config, outline: Outline, **where: Any) -> Counts:
-        if source.name not in SHAPES:
-            return count_by_blocks(source, config, outline, **where)
-        key = repr((source.name, config.to_dict(), where))
-        if key not in _ran:
-            _ran[key] = count_by_blocks(source, config, outline, **where)
-        return _ran[key]
-
-    monkeypatch.setattr("wherry.plan.forecaster.count_by_blocks", counted)
 
 
 def run(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
@@ -91,7 +65,8 @@ def test_it_says_whether_it_fits_what_limits_it_and_how_long_a_step_takes(capsys
     assert "limited by" in out
 
 
-def test_what_does_not_fit_has_a_change_that_would(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.long
+def test_what_does_not_fit_has_a_change_that_does_what_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     told = found(capsys, *SMALL, "--gpu-memory", "190MB", "--set", "bf16.enabled=true", status=1)
     assert not told["fits"]
     use = told["uses"][0]
@@ -101,16 +76,13 @@ def test_what_does_not_fit_has_a_change_that_would(capsys: pytest.CaptureFixture
     assert "too much" in out and "It would fit with optimizer state in host memory, and take about" in out
     assert "A step takes" not in out
     assert "\n  --set zero_optimization.offload_optimizer.device=cpu\n" in out
-
-
-def test_the_change_that_is_named_does_what_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    told = found(capsys, *SMALL, "--gpu-memory", "200MB", status=1)
     more = [f for key, value in told["change"]["values"].items() for f in ("--set", f"{key}={json.dumps(value)}")]
-    after = found(capsys, *SMALL, "--gpu-memory", "200MB", *more)
+    after = found(capsys, *SMALL, "--gpu-memory", "190MB", "--set", "bf16.enabled=true", *more)
     assert after["fits"]
     assert after["step"]["seconds"] == pytest.approx(told["change"]["seconds"])
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_search")
 def test_ranks_and_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     zero = ("--set", "zero_optimization.stage=3", "--set", "bf16.enabled=true")
@@ -125,12 +97,13 @@ def test_ranks_and_nodes(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.usefixtures("no_search")
 def test_more_ranks_than_gpus_are_on_more_nodes(capsys: pytest.CaptureFixture[str]) -> None:
     zero = ("--set", "zero_optimization.stage=3", "--set", "bf16.enabled=true")
-    asked = found(capsys, "gpt2-10m", "--machine", "h100", "--ranks", "20", *zero)
+    asked = found(capsys, *SMALLER, "--machine", "h100", "--ranks", "20", *zero)
     assert asked["machine"]["nodes"] == 3
-    given = found(capsys, "gpt2-10m", "--machine", "h100", "--ranks", "20", "--nodes", "3", *zero)
+    given = found(capsys, *SMALLER, "--machine", "h100", "--ranks", "20", "--nodes", "3", *zero)
     assert asked["step"] == given["step"] and asked["uses"] == given["uses"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_search")
 def test_a_machine_whose_gpus_are_left_out_computes_on_its_host(capsys: pytest.CaptureFixture[str]) -> None:
     with_gpu, without = (found(capsys, *SMALL, "--gpus", count) for count in ("1", "0"))
@@ -138,6 +111,7 @@ def test_a_machine_whose_gpus_are_left_out_computes_on_its_host(capsys: pytest.C
     assert without["step"]["seconds"] > 2 * with_gpu["step"]["seconds"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_search")
 def test_without_a_gpu_there_is_one_memory_and_it_has_one_name(capsys: pytest.CaptureFixture[str]) -> None:
     flags = ("--set", "zero_optimization.offload_optimizer.device=cpu", "--set", "bf16.enabled=true")
@@ -154,8 +128,8 @@ def test_gpus_of_no_known_size_are_asked_about(
 ) -> None:
     here = described(known("4090"), gpus=0)
     monkeypatch.setattr("wherry.plan.probe.this_machine", lambda *_, **__: here)
-    assert "add --gpu-memory, like 24GB" in error(capsys, "gpt2-10m", "--gpus", "2")
-    assert found(capsys, "gpt2-10m", "--gpus", "2", "--gpu-memory", "24GB")["ranks"] == 2
+    assert "add --gpu-memory, like 24GB" in error(capsys, *SMALLER, "--gpus", "2")
+    assert found(capsys, *SMALLER, "--gpus", "2", "--gpu-memory", "24GB")["ranks"] == 2
 
 
 @pytest.mark.usefixtures("no_search")
@@ -175,6 +149,7 @@ def test_a_machine_that_was_busy_is_measured_again(
     assert asked == [False, True]
 
 
+@pytest.mark.long
 def test_rates_of_a_busy_machine_tell_of_nothing_faster(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -196,13 +171,14 @@ def test_a_machine_of_which_all_is_said_is_not_measured(
     monkeypatch.setattr("wherry.plan.probe.this_machine", this_machine)
     sizes = ("--gpu-memory", "24GB", "--host-memory", "64GB", "--disk", "1TB", "--pcie", "20GB", "--stream", "50GB")
     flags = ("--gpus", "2", "--nodes", "3", *sizes, "--disk-bandwidth", "3GB")
-    told = found(capsys, "gpt2-10m", *flags)
+    told = found(capsys, *SMALLER, *flags)
     asked = {"gpus": 2, "nodes": 3, "gpu_memory": 24 * 10**9, "host_memory": 64 * 10**9, "disk": 10**12}
     asked |= {"pcie": 20 * 10**9, "stream": 50 * 10**9, "disk_read": 3 * 10**9, "disk_write": 3 * 10**9}
     assert told["ranks"] == 6 and asked.items() <= told["machine"].items()
-    assert error(capsys, "gpt2-10m", *flags[:-2]) == "wherry: measured\n"
+    assert error(capsys, *SMALLER, *flags[:-2]) == "wherry: measured\n"
 
 
+@pytest.mark.long
 def test_gpus_that_compute_bf16_slowly_are_told_of_fp16(capsys: pytest.CaptureFixture[str]) -> None:
     told = found(capsys, "gpt2-124m", "--machine", "v100", "--set", "zero_optimization.stage=1")
     assert told["change"]["values"] == {"fp16.enabled": True} and not told["notes"]
@@ -235,11 +211,11 @@ def test_a_hugging_face_config(tmp_path: Path, capsys: pytest.CaptureFixture[str
         (folder / "config.json").write_text(json.dumps(shape | {"vocab_size": 100, "n_positions": 32}))
     told = found(capsys, str(cached), "--machine", "4090")
     assert told["model"] == "owner/tiny (gpt2)"
+    assert told["sequence"] == 32 and told["step"]["seconds"] > 0
+    assert told["parameters"] == 2 * (12 * 64**2 + 13 * 64) + (100 + 32 + 2) * 64
     for path in (tmp_path, tmp_path / "config.json"):
-        told = found(capsys, str(path), "--machine", "4090")
-        assert told["sequence"] == 32
-        assert told["parameters"] == 2 * (12 * 64**2 + 13 * 64) + (100 + 32 + 2) * 64
-        assert told["step"]["seconds"] > 0
+        model, _ = find(str(path)).make(1, 32)
+        assert sum(p.numel() for p in model.parameters()) == told["parameters"]
     for wrong, message in (
         ("{}", 'no "model_type"'),
         ('{"model_type": "gptx"}', "config.json: Unrecognized model identifier: gptx\n"),
@@ -287,6 +263,7 @@ def test_a_name_of_the_hub(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
     assert wherry.estimate("owner/tiny", machine="4090").sequence == 32
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_search")
 def test_auto_writes_a_config_that_loads_fits_and_says_why(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     given, file = tmp_path / "given.json", tmp_path / "chosen.json"
@@ -302,6 +279,7 @@ def test_auto_writes_a_config_that_loads_fits_and_says_why(tmp_path: Path, capsy
     assert again["fits"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_search")
 def test_what_is_printed_fits_eighty_columns(capsys: pytest.CaptureFixture[str]) -> None:
     offload = ("--set", "zero_optimization.offload_optimizer.device=cpu", "--stream", "2GB", "--gpu-memory", "200MB")
@@ -316,12 +294,14 @@ def test_what_is_printed_fits_eighty_columns(capsys: pytest.CaptureFixture[str])
         assert max(map(len, out.splitlines())) <= 80 and "\N{HORIZONTAL ELLIPSIS}" not in out
 
 
+@pytest.mark.long
 def test_auto_never_picks_what_does_not_fit(capsys: pytest.CaptureFixture[str]) -> None:
     told = found(capsys, *SMALL, "--gpu-memory", "150MB", "--set", "bf16.enabled=true", "--auto")
     assert told["estimate"]["fits"]
     assert told["fitting"] < told["tried"]
 
 
+@pytest.mark.long
 def test_the_status_is_1_where_nothing_fits(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     small, file = (*SMALL, "--gpu-memory", "5MB", "--host-memory", "600MB", "--auto"), tmp_path / "chosen.json"
     out = run(capsys, *small, "-o", str(file), status=1)
@@ -338,6 +318,7 @@ def test_what_is_left_open_without_auto_is_told(capsys: pytest.CaptureFixture[st
     assert note == '"auto" is counted at its default here, and --auto chooses it: zero_optimization.stage'
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_search")
 def test_activations_that_are_left_to_auto_are_told_of_and_chosen(capsys: pytest.CaptureFixture[str]) -> None:
     key, micro = "activation_checkpointing.policy", ("--set", "train_micro_batch_size_per_gpu=32")
@@ -359,12 +340,13 @@ def test_activations_that_are_left_to_auto_are_told_of_and_chosen(capsys: pytest
 
 def test_auto_leaves_what_was_given(capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ("--set", "zero_optimization.stage=2", "--set", "train_micro_batch_size_per_gpu=2")
-    told = found(capsys, "gpt2-10m", "--machine", "h100", *fixed, "--auto")
+    told = found(capsys, *SMALLER, "--machine", "h100", *fixed, "--auto")
     assert "zero_optimization.stage" not in told["values"]
     assert told["estimate"]["placement"] in ("ZeRO-2", "ZeRO-Offload")
     assert told["estimate"]["micro_batch"] == 2
 
 
+@pytest.mark.long
 def test_auto_leaves_a_share_of_the_state_on_the_device_where_that_is_faster(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -392,13 +374,19 @@ def test_the_page_stands_by_itself(tmp_path: Path, capsys: pytest.CaptureFixture
     assert 'name="viewport"' in text
 
 
-@pytest.mark.parametrize("more", [("--gpu-memory", "150MB"), ("--auto",)], ids=["a change", "a choice"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        pytest.param((*SMALL, "--gpu-memory", "150MB"), marks=pytest.mark.long, id="a change"),
+        pytest.param((*SMALLER, "--machine", "4090", "--auto"), id="a choice"),
+    ],
+)
 def test_the_page_says_what_the_terminal_says(
     more: tuple[str, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("wherry.cli.plan_model.WIDTH", 200)
     monkeypatch.setenv("COLUMNS", "200")
-    out = run(capsys, *SMALL, *more, "--html", str(tmp_path / "plan.html"), status=int("--gpu-memory" in more))
+    out = run(capsys, *more, "--html", str(tmp_path / "plan.html"), status=int("--gpu-memory" in more))
     text = (tmp_path / "plan.html").read_text()
     shown = "".join(html.unescape(re.sub(r"<[^>]*>", "", text)).split())
     for line in out.splitlines():
@@ -411,13 +399,12 @@ def test_the_page_says_what_the_terminal_says(
 
 def test_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     zero = ("--set", "zero_optimization.stage=3", "--set", "bf16.enabled=true")
-    out = run(capsys, "gpt2-10m", "--dry-run", "--ranks", "64", "--rank", "7", *zero)
+    out = run(capsys, *SMALLER, "--dry-run", "--ranks", "64", "--rank", "7", *zero)
     assert max(map(len, out.splitlines())) <= 80
     assert "rank 7 of 64" in out and "reduce_scatter" in out and "peak" in out
-    told = found(capsys, "gpt2-10m", "--dry-run", "--ranks", "64", *zero)
+    told = found(capsys, "gpt2-10m", "--dry-run", "--machine", "h100", "--nodes", "8", *zero)
+    assert told["ranks"] == 64
     assert told["calls"]["reduce_scatter"] == 3
-    nodes = found(capsys, "gpt2-10m", "--dry-run", "--machine", "h100", "--nodes", "8", *zero)
-    assert nodes["ranks"] == 64 and nodes["calls"] == told["calls"]
     assert {line["category"] for line in told["memory"]} >= {"parameters", "gathered", "activations"}
 
 
@@ -461,8 +448,9 @@ def test_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_mistakes_are_told_without_a_traceback(
-    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+    arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("wherry.plan.probe.this_machine", lambda *_, **__: described(known("4090"), gpus=0))
     assert message in error(capsys, *arguments)
 
 
@@ -587,6 +575,7 @@ def test_mistakes_of_programs(given: tuple[Any, ...], message: str) -> None:
         wherry.estimate(model, **{"machine": "4090", **more})
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_search")
 def test_the_disk_that_is_measured_is_the_one_that_is_named(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import json
+from collections.abc import Callable
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -45,18 +46,51 @@ def engine_config(ranks: int, config: dict[str, Any], model: Any = None, data: A
     return run_ranks(ranks, body)
 
 
-def free_memory(monkeypatch: pytest.MonkeyPatch, count: int) -> None:
-    monkeypatch.setattr(runtime, "free_host_memory", lambda ranks: count)
-    monkeypatch.setattr(machines, "PROCESS", 0)
+Free = Callable[[int], None]
+Host = Callable[..., None]
+DATA = TensorDataset(torch.zeros(64, 6, dtype=torch.int64), torch.zeros(64, 6, dtype=torch.int64))
 
 
-def test_less_memory_means_a_higher_stage_and_all_ranks_agree(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def free_memory(monkeypatch: pytest.MonkeyPatch) -> Free:
+    """Set the bytes of host memory that are free for states."""
+
+    def free(count: int) -> None:
+        monkeypatch.setattr(runtime, "free_host_memory", lambda ranks: count)
+        monkeypatch.setattr(machines, "PROCESS", 0)
+
+    return free
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> Host:
+    """Set the machine that steps are timed on: without a GPU, if not said otherwise."""
+
+    def change(**rates: Any) -> None:
+        found = replace(machines.KNOWN["4090"], **{"gpus": 0, "host_memory": 2 * 10**9, "overhead": 1e-6} | rates)
+        monkeypatch.setattr(runtime, "this_machine", lambda _: found)
+
+    return change
+
+
+def short() -> torch.nn.Module:
+    """A dry run's time is that of its operations."""
+    return make_model(lambda: TinyLM(blocks=1))
+
+
+def settle(model: torch.nn.Module, config: dict[str, Any], data: Any = None, ranks: int = 1, **how: Any) -> Any:
+    comm = FakeComm(0, ranks) if ranks > 1 else SoloComm()
+    how = {"ranks_here": ranks, **how}
+    return runtime.settle(model, configs.load(config), comm, torch.device("cpu"), data=data, **how)
+
+
+def test_less_memory_means_a_higher_stage_and_all_ranks_agree(free_memory: Free) -> None:
     model = make_model(lambda: TinyLM(blocks=4, width=64))
     # So little a model would travel in one buffer, which is larger than what a stage saves.
     zero = AUTO | {"reduce_bucket_size": 0, "allgather_bucket_size": 0}
     stages = []
     for memory in (2**24, 5 * 2**20, 2**22, 3 * 2**20):
-        free_memory(monkeypatch, memory)
+        free_memory(memory)
         try:
             found = engine_config(2, {"zero_optimization": zero}, model)
         except WherryError as error:
@@ -79,20 +113,19 @@ def test_with_data_the_gpu_with_the_least_free_counts_too(monkeypatch: pytest.Mo
     monkeypatch.setattr(runtime, "this_machine", lambda _: machines.KNOWN["4090"])
     monkeypatch.setattr(runtime, "device_memory", lambda gpu: DeviceMemory(0, 0, free=10**9, total=10**10))
     monkeypatch.setattr(runtime, "Forecaster", Seen)
-    data = TensorDataset(torch.zeros(64, 6, dtype=torch.int64), torch.zeros(64, 6, dtype=torch.int64))
     config = configs.load({"zero_optimization": AUTO})
-    runtime.settle(make_model(), config, SoloComm(), torch.device("cuda", 0), ranks_here=1, data=data)
+    runtime.settle(short(), config, SoloComm(), torch.device("cuda", 0), ranks_here=1, data=DATA)
     assert seen == [10**9]
 
 
-def test_what_does_not_fit_is_refused_on_every_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    free_memory(monkeypatch, 10_000)
+def test_what_does_not_fit_is_refused_on_every_rank(free_memory: Free) -> None:
+    free_memory(10_000)
     with pytest.raises(WherryError, match="nothing fits"):
         engine_config(2, {"zero_optimization": AUTO})
 
 
-def test_what_was_given_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    free_memory(monkeypatch, 10**9)
+def test_what_was_given_stays(free_memory: Free) -> None:
+    free_memory(10**9)
     config = {"zero_optimization": {**AUTO, "stage": 2}, "train_micro_batch_size_per_gpu": 2}
     assert engine_config(2, config)[0]["zero_optimization"]["stage"] == 2
 
@@ -105,36 +138,20 @@ def test_no_auto_no_planner(monkeypatch: pytest.MonkeyPatch) -> None:
     engine_config(1, {"zero_optimization": {"stage": 0}})
 
 
-def test_with_data_the_micro_batch_is_chosen_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = replace(machines.KNOWN["4090"], gpus=0, host_memory=2 * 10**9, overhead=1e-6)
-    monkeypatch.setattr(runtime, "this_machine", lambda _: machine)
-    data = TensorDataset(torch.zeros(64, 6, dtype=torch.int64), torch.zeros(64, 6, dtype=torch.int64))
-    config = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
-    model = make_model()
-    before = {name: p.clone() for name, p in model.named_parameters()}
-    found = engine_config(2, config, model, data)[0]
-    micro, accumulation = found["train_micro_batch_size_per_gpu"], found["gradient_accumulation_steps"]
-    assert micro * accumulation * 2 == 16
-    assert micro > 1
-    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
-
-
 class Spare(TinyLM):
     """A layer of it has no part in the loss."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(blocks=1)
         self.spare = torch.nn.LayerNorm(4)
 
 
-def test_a_model_on_the_meta_device_is_run_and_then_gets_its_values(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = replace(machines.KNOWN["4090"], gpus=0, host_memory=2 * 10**9, overhead=1e-6)
-    monkeypatch.setattr(runtime, "this_machine", lambda _: machine)
-    data = TensorDataset(torch.zeros(64, 6, dtype=torch.int64), torch.zeros(64, 6, dtype=torch.int64))
+def test_a_model_on_the_meta_device_is_run_and_then_gets_its_values(machine: Host) -> None:
+    machine()
     with torch.device("meta"):
         model = Spare()
     config = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw, config=config, training_data=data)
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw, config=config, training_data=DATA)
     assert torch.isfinite(engine(*token_batch(0, 0, 0)))
 
 
@@ -150,11 +167,12 @@ class Pairs(torch.nn.Module):
         return torch.nn.functional.cross_entropy(y @ y.t(), torch.arange(len(x), device=x.device))
 
 
-def test_a_micro_batch_that_is_chosen_fits_by_a_profile_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_micro_batch_that_is_chosen_fits_by_a_profile_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, machine: Host
+) -> None:
     """The search goes by a straight line from small micro-batches, far below what a large one keeps here."""
     monkeypatch.setattr(machines, "PROCESS", 0)
-    machine = replace(machines.KNOWN["4090"], gpus=0, host_memory=3 * 10**6, overhead=1e-3)
-    monkeypatch.setattr(runtime, "this_machine", lambda folder: machine)
+    machine(host_memory=3 * 10**6, overhead=1e-3)
     data, asked = TensorDataset(torch.zeros(4, 64)), list[int]()
 
     class Asked(Forecaster):
@@ -163,29 +181,25 @@ def test_a_micro_batch_that_is_chosen_fits_by_a_profile_of_its_own(monkeypatch: 
             return super().exact(config)
 
     monkeypatch.setattr(runtime, "Forecaster", Asked)
-    config = configs.load({choose.MICRO: "auto"})
-    found = runtime.settle(Pairs(), config, SoloComm(), torch.device("cpu"), ranks_here=1, data=data)
-    chosen = found.batch(1).micro
+    chosen = settle(Pairs(), {choose.MICRO: "auto"}, data).batch(1).micro
 
     def fits(micro: int) -> bool:
         given = {choose.MICRO: micro}
-        return wherry.estimate(lambda: (Pairs(), (torch.zeros(micro, 64),)), given, machine).fits
+        return wherry.estimate(lambda: (Pairs(), (torch.zeros(micro, 64),)), given, runtime.this_machine(None)).fits
 
     assert fits(chosen) and not fits(2 * chosen)
     # The line told of at least one that is larger, and does not fit.
     assert max(asked) >= 2 * chosen >= 32
 
 
-def test_ranks_that_share_the_model_need_room_on_the_node_as_well(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_that_share_the_model_need_room_on_the_node_as_well(free_memory: Free) -> None:
     """Four data-parallel ranks beside four others with the other half of each matrix: eight in one memory."""
     model = make_model(lambda: TinyLM(blocks=4, width=64))
-    config = configs.load({"zero_optimization": AUTO | {"reduce_bucket_size": 0, "allgather_bucket_size": 0}})
+    config = {"zero_optimization": AUTO | {"reduce_bucket_size": 0, "allgather_bucket_size": 0}}
 
     def stage(memory: int, tensor: int) -> int:
-        free_memory(monkeypatch, memory)
-        found = runtime.settle(
-            model, config, FakeComm(0, 4), torch.device("cpu"), ranks_here=4 * tensor, tensor=FakeComm(0, tensor)
-        )
+        free_memory(memory)
+        found = settle(model, config, ranks=4, ranks_here=4 * tensor, tensor=FakeComm(0, tensor))
         return found.zero_optimization.stage
 
     sizes = [each << 18 for each in (32, 8)]
@@ -194,47 +208,44 @@ def test_ranks_that_share_the_model_need_room_on_the_node_as_well(monkeypatch: p
     assert shared != [stage(8 * size, 1) for size in sizes]
 
 
-def test_stages_of_a_pipeline_keep_the_batch_sizes_that_they_share(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_stages_of_a_pipeline_keep_the_batch_sizes_that_they_share(free_memory: Free) -> None:
     """Each has other layers, and most of them other inputs than the data: by themselves they would choose apart."""
-    free_memory(monkeypatch, 10**9)
-    data = TensorDataset(torch.zeros(64, 6, dtype=torch.int64), torch.zeros(64, 6, dtype=torch.int64))
-    config = configs.load({"zero_optimization": AUTO, choose.MICRO: "auto", choose.ACCUMULATION: "auto"})
+    free_memory(10**9)
+    config = {"zero_optimization": AUTO, choose.MICRO: "auto", choose.ACCUMULATION: "auto"}
     for stage, blocks in enumerate((2, 3)):
         model, pipe = make_model(lambda blocks=blocks: TinyLM(blocks)), FakeComm(stage, 2)
-        found = runtime.settle(model, config, FakeComm(0, 2), torch.device("cpu"), ranks_here=4, data=data, pipe=pipe)
+        found = settle(model, config, DATA, ranks=2, ranks_here=4, pipe=pipe)
         assert found.zero_optimization.stage == 0
         assert (found.batch(2).micro, found.batch(2).accumulation) == (1, 1)
         assert set(found.auto) == {choose.MICRO, choose.ACCUMULATION}
 
 
-def test_a_ratio_is_chosen_where_a_step_can_be_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.long
+def test_a_ratio_is_chosen_where_a_step_can_be_timed(machine: Host) -> None:
     """The host's update takes longest by far: as little of the state as planners try is left to it."""
-    data = TensorDataset(torch.zeros(64, 6, dtype=torch.int64), torch.zeros(64, 6, dtype=torch.int64))
     given = {"offload_optimizer": {"device": "cpu", "ratio": "auto"}}
 
     def settled(stream: float, data: Any) -> configs.Config:
-        machine = replace(machines.KNOWN["4090"], stream=stream, matrix_fp32=1e8)  # computing takes longer than copies
-        monkeypatch.setattr(runtime, "this_machine", lambda folder: machine)
-        config = configs.load({"zero_optimization": given, "gradient_clipping": 1.0})
-        return runtime.settle(make_model(), config, SoloComm(), torch.device("cpu"), ranks_here=1, data=data)
+        known = machines.KNOWN["4090"]
+        # Computing takes longer than copies.
+        machine(gpus=1, host_memory=known.host_memory, overhead=known.overhead, stream=stream, matrix_fp32=1e8)
+        return settle(make_model(), {"zero_optimization": given, "gradient_clipping": 1.0}, data)
 
-    slow, fast, untimed = settled(1e6, data), settled(1e15, data), settled(1e6, None)
+    slow, fast, untimed = settled(1e6, DATA), settled(1e15, DATA), settled(1e6, None)
     assert slow.zero_optimization.offload_optimizer.ratio == 0.25
     assert any("ratio: auto, chosen to be 0.25: the other 75% of the state is updated" in note for note in slow.notes)
     assert fast.zero_optimization.offload_optimizer.ratio == 1.0 == untimed.zero_optimization.offload_optimizer.ratio
     assert slow.auto == fast.auto == () and untimed.auto == ("zero_optimization.offload_optimizer.ratio",)
 
 
-def test_the_disk_is_chosen_where_memory_is_short_and_a_folder_is_given(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_disk_is_chosen_where_memory_is_short_and_a_folder_is_given(tmp_path: Path, free_memory: Free) -> None:
     model = make_model(lambda: TinyLM(blocks=8, width=64))
     offload = {"device": "auto", "buffer_count": 1}
     zero = {"stage": "auto", "offload_optimizer": offload | {"nvme_path": str(tmp_path)}, "offload_param": offload}
     parameters = sum(p.numel() for p in model.parameters())
     devices = {}
     for width in (40, 16):  # bytes of a parameter that there is room for
-        free_memory(monkeypatch, int(width * parameters / runtime.FOR_STATES))
+        free_memory(int(width * parameters / runtime.FOR_STATES))
         found = engine_config(1, {"zero_optimization": zero}, model)[0]["zero_optimization"]
         devices[width] = found["offload_optimizer"]["device"], found["offload_param"]["device"]
     assert devices == {40: ("none", "none"), 16: ("nvme", "none")}
@@ -243,23 +254,24 @@ def test_the_disk_is_chosen_where_memory_is_short_and_a_folder_is_given(
         engine_config(1, {"zero_optimization": zero | {"offload_optimizer": offload}}, model)
 
 
-def test_everything_that_is_chosen_may_be_auto(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = replace(machines.KNOWN["4090"], gpus=0, host_memory=2 * 10**9, overhead=1e-6)
-    monkeypatch.setattr(runtime, "this_machine", lambda folder: machine)
-    data = TensorDataset(torch.zeros(64, 6, dtype=torch.int64), torch.zeros(64, 6, dtype=torch.int64))
+def test_everything_that_is_chosen_may_be_auto(machine: Host) -> None:
+    machine()
     config: dict[str, Any] = {}
     for key in choose.CHOSEN:
         config[key] = "auto"
     config |= {choose.RECOMPUTE: "auto", "train_batch_size": 32}
-    found = engine_config(2, config, data=data)
+    model = short()
+    before = {name: p.clone() for name, p in model.named_parameters()}
+    found = engine_config(2, config, model, DATA)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
     assert found[0] == found[1]
     chosen = configs.load(found[0])
     assert chosen.auto == () and chosen.batch(2).train == 32 and chosen.batch(2).micro > 1
     assert chosen.activation_checkpointing.policy == "auto"  # measured in the first steps
 
 
-def test_a_note_says_what_was_chosen_and_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    free_memory(monkeypatch, 10**9)
+def test_a_note_says_what_was_chosen_and_why(free_memory: Free) -> None:
+    free_memory(10**9)
     config = configs.load({"zero_optimization": AUTO})
     settled = run_ranks(2, lambda comm: runtime.settle(make_model(), config, comm, torch.device("cpu"), ranks_here=2))[
         1
@@ -305,6 +317,7 @@ def test_what_was_measured_while_others_worked_is_not_kept(
     assert not (tmp_path / "cache").exists()
 
 
+@pytest.mark.long
 def test_rates_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     typical = rates._typical
     monkeypatch.setattr(rates, "_typical", lambda work, device, seconds=0.0: typical(work, device, 0.0))

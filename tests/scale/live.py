@@ -1,4 +1,4 @@
-"""The bytes of all tensors' storages that are alive, counted after every operation."""
+"""Count the bytes of all live storages after every operation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils._pytree import tree_iter
 
 
 class LiveBytes(TorchDispatchMode):
-    """Storages that operations return, for as long as they live. `peak` is the most there were at once."""
+    """Track the storages that operations return; `peak` is the most bytes at once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -20,7 +20,7 @@ class LiveBytes(TorchDispatchMode):
 
     @property
     def live(self) -> int:
-        # Their sizes change: a flat's storage is emptied and grows again.
+        # Sizes change: a flat's storage is emptied and grows again.
         return sum(storage.nbytes() for known in list(self._known.values()) if (storage := known()) is not None)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,4 +1,4 @@
-"""Run by test_init: builds a model that does not fit the process's limit, and prints what it took."""
+"""A program: build a model that does not fit the limit of the process, and print the memory that it took."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH, LAYERS, RANKS = 3000, 10, 8
 
 
 class Alone(Comm):
-    """One rank of several whose peers hold what this one holds."""
+    """One rank of several whose peers hold the same shards."""
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
         assert op == "max"
@@ -35,9 +35,9 @@ class Alone(Comm):
 
 
 def status(name: str) -> int:
-    found = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
-    assert found is not None
-    return 1024 * int(found[1])
+    match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert match is not None
+    return 1024 * int(match[1])
 
 
 def build() -> nn.Module:
@@ -47,7 +47,7 @@ def build() -> nn.Module:
 def main() -> None:
     torch.set_num_threads(1)
     with wherry.Init({"zero_optimization": {"stage": 3}}, mesh=Alone(0, RANKS)):
-        nn.Linear(8, 8)  # what is loaded at first use is not of the model
+        nn.Linear(8, 8)  # imports at first use are not counted
     largest = 4 * (WIDTH * WIDTH + WIDTH)
     shards = LAYERS * largest // RANKS
     Path("/proc/self/clear_refs").write_text("5")
@@ -63,7 +63,7 @@ def main() -> None:
     with wherry.Init({"zero_optimization": {"stage": 3}}, mesh=Alone(0, RANKS)):
         model = build()
     took = status("VmHWM") - before
-    # Parameters that come from the allocator's heap, and go back to it among small things that stay.
+    # Parameters on the allocator's heap, freed between small objects that stay.
     Path("/proc/self/clear_refs").write_text("5")
     before, largest = status("VmRSS"), 4 * (1024 * 1024 + 1024)
     resource.setrlimit(resource.RLIMIT_DATA, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -75,7 +75,7 @@ def main() -> None:
 
 
 def from_meta() -> dict[str, int]:
-    """What is there of parameters that got their values one unit at a time, before a backward writes gradients."""
+    """Measure the parameters of a model from the meta device before a backward writes gradients."""
 
     def engine_of(width: int, layers: int) -> wherry.Engine:
         with wherry.Init(meta=True):
@@ -91,7 +91,3 @@ def from_meta() -> dict[str, int]:
     for engine in (small, large):
         engine.close()
     return {"meta rest": rest, "meta owed": weights}
-
-
-if __name__ == "__main__":
-    main()

@@ -1,33 +1,37 @@
-"""States partitioned within groups of ranks and replicated across them: results, counts, bytes, checkpoints, errors."""
+"""States partitioned within groups of ranks and replicated across: results, counts, bytes, checkpoints, errors."""
 
 from __future__ import annotations
 
 import copy
+import functools
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.checkpoint.harness import Shape, assert_same, load_into, on, save_from, state_of
+from tests.checkpoint.harness import Shape, load_into, on, save_from, state_of
 from tests.engine.harness import (
+    Run,
     adamw,
     assert_close,
     assert_equal,
+    assert_near,
+    assert_same,
     make_model,
+    masters_of,
+    on_ranks,
     settings,
     token_batch,
+    train,
     train_engine,
     train_plain,
 )
-from tests.engine.test_models import MODELS, sgd, vectors
-from tests.engine.test_skipping import Choosing
-from tests.scale.windows import train_windows
 
 import wherry
 from wherry import config as configs
 from wherry.errors import ConfigError
 from wherry.parallel.comm import Comm
-from wherry.plan.dry_run import count
+from wherry.parallel.topology import Topology
 from wherry.sources import find
 from wherry.testing import run_ranks
 from wherry.testing.late import Chaos, ChaosLink, topology
@@ -44,55 +48,41 @@ def groups(size: int = 2, stage: int = 3, **more: Any) -> dict[str, Any]:
 # Results.
 
 
+COMMON: dict[str, Any] = {"ranks": 4, "accumulation": 2, "steps": 2, "clip": 0.5}
+
+
+@functools.cache
+def oracle() -> Run:
+    return train_plain(MODEL, **COMMON)
+
+
 @pytest.mark.parametrize("size", [1, 2, 4])
 def test_trains_as_plain_pytorch_and_as_stage_3(size: int) -> None:
-    common: dict[str, Any] = {"ranks": 4, "accumulation": 2, "steps": 4, "clip": 0.5}
-    run = train_engine(MODEL, stage=3, config=groups(size), **common)
-    whole = train_engine(MODEL, stage=3, **common)
-    assert_close(run, train_plain(MODEL, **common))
-    assert_close(run, whole)
+    run = train_engine(MODEL, stage=3, config=groups(size), **COMMON)
+    assert_close(run, oracle())
     if size == 4:
-        assert_equal(run, whole)
-    # What travels together changes nothing.
-    merged = groups(size, allgather_bucket_size=10**6, reduce_bucket_size=10**6)
-    assert_equal(train_engine(MODEL, stage=3, config=merged, **common), run)
+        assert_equal(run, train_engine(MODEL, stage=3, **COMMON))
+    if size == 2:  # shared collectives change no bit
+        merged = groups(size, allgather_bucket_size=10**6, reduce_bucket_size=10**6)
+        assert_equal(train_engine(MODEL, stage=3, config=merged, **COMMON), run)
 
 
 @pytest.mark.parametrize("stage", [1, 2])
-def test_lower_stages_have_groups_too(stage: int) -> None:
-    common: dict[str, Any] = {"ranks": 4, "accumulation": 2, "steps": 4, "clip": 0.5}
-    run = train_engine(MODEL, stage=stage, config=groups(stage=stage), **common)
-    assert_close(run, train_plain(MODEL, **common))
+def test_groups_of_lower_stages(stage: int) -> None:
+    assert_close(train_engine(MODEL, stage=stage, config=groups(stage=stage), **COMMON), oracle())
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_every_kind_of_model(name: str) -> None:
-    model = make_model(MODELS[name])
-    common: dict[str, Any] = {"ranks": 4, "steps": 3, "accumulation": 2, "batch": vectors, "optimizer": sgd}
-    assert_close(train_engine(model, stage=3, config=groups(), **common), train_plain(model, **common))
-
-
-def test_ranks_that_run_different_units() -> None:
-    model = make_model(Choosing)
-    common: dict[str, Any] = {"ranks": 4, "steps": 6, "accumulation": 2, "batch": vectors, "optimizer": sgd}
-    assert_close(train_engine(model, stage=3, config=groups(), **common), train_plain(model, **common))
-
-
-@pytest.mark.parametrize("more", [BF16, FP16, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}])
+@pytest.mark.parametrize("more", [FP16, {**BF16, "data_types": {"grad_accum_dtype": "fp32"}}])
 def test_replicas_hold_the_same_bits(more: dict[str, Any]) -> None:
-    """In half precision too, where another order of sums would show."""
+    """Train in half precision, where another order of sums changes bits."""
 
-    def body(engine: Any, comm: Comm) -> Any:
-        for step in range(3):
-            for micro in range(2):
-                engine.backward(engine(*token_batch(step, micro, comm.rank)))
-                engine.step()
-        masters = {n: engine.states.full(n, "master") for n, _ in engine.module.named_parameters()}
-        return masters, engine.module.state_dict(), engine.get_global_grad_norm()
+    def use(engine: Any) -> Any:
+        train(engine, 1)
+        return masters_of(engine), engine.module.state_dict(), engine.get_global_grad_norm()
 
-    shape = Shape(4, 3, 2, groups() | more)
-    whole = on(Shape(4, 3, 2, more), body)[0]
-    first, *others = on(shape, body)
+    common: dict[str, Any] = {"ranks": 4, "accumulation": 2}
+    whole = on_ranks(use, config=more, **common)[0]
+    first, *others = on_ranks(use, config=groups() | more, **common)
     for other in others:
         assert_same(other[0], first[0])
         assert_same(other[1], first[1])
@@ -103,20 +93,18 @@ def test_replicas_hold_the_same_bits(more: dict[str, Any]) -> None:
 
 
 def test_a_sum_of_more_backwards_than_the_window_has() -> None:
-    """What comes after the boundary joins a sum that is over all ranks already."""
+    """Add a backward after the boundary to a sum that is over all ranks already."""
 
-    def body(engine: Any, comm: Comm) -> Any:
+    def use(engine: Any) -> dict[str, torch.Tensor]:
         for micro in range(3):
-            engine.backward(engine(*token_batch(0, micro, comm.rank)))
-        name = "blocks.0.up.weight"
-        gradient = engine.gradients(name)
+            engine.backward(engine(*token_batch(0, micro, engine.comm.rank)))
+        gradient = engine.gradients("blocks.0.up.weight")
         engine.step()
-        return {name: gradient, **engine.module.state_dict()}
+        return {"gradient": gradient, **engine.module.state_dict()}
 
-    whole, cut = on(Shape(4, 3), body), on(Shape(4, 3, more=groups()), body)
-    for name, value in whole[0].items():
-        for rank in cut:
-            torch.testing.assert_close(rank[name], value, rtol=0, atol=1e-5)
+    whole = on_ranks(use, ranks=4)[0]
+    for rank in on_ranks(use, ranks=4, config=groups()):
+        assert_near(rank, whole)
 
 
 OFFLOADED: dict[str, dict[str, Any]] = {
@@ -126,33 +114,26 @@ OFFLOADED: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("free", [None, 0], ids=["sums on the device", "sums on the host"])
-@pytest.mark.parametrize("row", OFFLOADED)
-def test_offloaded_and_late_as_on_the_device(row: str, free: int | None) -> None:
-    """Gradients that are streamed to the host cross to the replicas before they leave the device."""
+@pytest.mark.parametrize(
+    ("row", "free", "k"),
+    [("optimizer", 0, 2), ("parameters too", None, 1), ("parameters too", 0, 2), ("stage 2", None, 2)],
+)
+def test_offloaded_and_late_as_on_the_device(row: str, free: int | None, k: int) -> None:
+    """Offload gradients, which cross to the replicas before they leave the device; `free` 0 sums them on the host."""
 
-    def body(comm: Comm, late: bool, k: int) -> dict[str, torch.Tensor]:
-        mine = copy.deepcopy(MODEL)
-        chaos = Chaos(comm.rank) if late else None
-        link = ChaosLink(chaos, free=free) if chaos else None
-        config = settings(3, k, 0.5 if k > 1 else 0.0, groups(**(OFFLOADED[row] if late else {})))
-        engine, *_ = wherry.initialize(
-            model=mine, optimizer=adamw(mine.parameters()), config=config, mesh=topology(comm, chaos, link=link)
-        )
-        for step in range(3):
-            for micro in range(k):
-                engine.backward(engine(*token_batch(step, micro, comm.rank)))
-                engine.step()
-        state = engine.module.state_dict()
-        engine.close()
-        return state
+    def use(engine: Any) -> dict[str, torch.Tensor]:
+        train(engine, 2)
+        return engine.module.state_dict()
 
-    for k in (1, 2):
-        there, here = (run_ranks(4, lambda comm, late=late, k=k: body(comm, late, k)) for late in (True, False))
-        for rank in there:
-            for name, value in here[0].items():
-                torch.testing.assert_close(rank[name], value, rtol=0, atol=1e-5)
-            assert_same(rank, there[0])
+    def place(comm: Comm) -> Topology:
+        chaos = Chaos(comm.rank)
+        return topology(comm, chaos, link=ChaosLink(chaos, free=free))
+
+    common: dict[str, Any] = {"ranks": 4, "accumulation": k, "clip": 0.5 if k > 1 else 0.0}
+    first, *others = on_ranks(use, config=groups(**OFFLOADED[row]), place=place, **common)
+    assert_near(first, on_ranks(use, config=groups(), **common)[0])
+    for other in others:
+        assert_same(other, first)
 
 
 # Counts and bytes.
@@ -160,7 +141,7 @@ def test_offloaded_and_late_as_on_the_device(row: str, free: int | None) -> None
 
 @pytest.mark.parametrize("order", ["step_major", "layer_major"])
 def test_gathers_stay_in_the_group_and_sums_cross_once_a_window(order: str) -> None:
-    k, flats = 8, 4
+    k, flats = 4, 4
 
     def seen(engine: Any, step: int) -> Any:
         counted = {among: (dict(t.calls), dict(t.bytes)) for among, t in engine.topology.traffic()}
@@ -169,65 +150,60 @@ def test_gathers_stay_in_the_group_and_sums_cross_once_a_window(order: str) -> N
         shards = sum(flat.nbytes // 2 for unit in engine.units for flat in unit.flats)
         return counted, shards
 
-    run = train_windows(MODEL, stage=3, order=order, accumulation=k, ranks=4, steps=3, config=groups(), each_step=seen)
-    counted, shards = run.extra[-1]
+    config = groups() | {"wherry": {"accumulation": order}}
+    common: dict[str, Any] = {"accumulation": k, "ranks": 4, "steps": 2, "config": config, "each_step": seen}
+    counted, shards = train_engine(MODEL, stage=3, by_window=True, **common).extra[-1]
     times = 1 if order == "layer_major" else k
     assert counted[""] == ({"all_reduce": 1}, {"all_reduce": 6 * 8})
     calls, nbytes = counted[" within groups of 2"]
-    # Once in forward and once in backward; the root unit stays.
+    # Once in forward and once in backward; the root unit stays whole.
     assert calls == {"all_gather": times * (2 * flats - 1), "reduce_scatter": times * flats}
     assert nbytes["reduce_scatter"] == times * 2 * shards
     assert counted[" across groups"] == ({"all_reduce": flats}, {"all_reduce": shards})
 
 
-@pytest.mark.parametrize("k", [1, 3])
-def test_a_dry_run_counts_the_same_bytes(k: int) -> None:
-    given = settings(3, k, more=groups())
+@pytest.mark.long
+def test_a_dry_run_counts_the_same_bytes() -> None:
+    from wherry.plan.dry_run import count
 
-    def body(comm: Comm) -> Any:
-        mine = copy.deepcopy(MODEL)
-        engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), config=given, mesh=comm)
-        for step in range(2):
-            for _, traffic in engine.topology.traffic():
-                traffic.clear()
-            for micro in range(k):
-                engine.backward(engine(*token_batch(step, micro, comm.rank)))
-                engine.step()
-        found = engine.topology.traffic()
-        return {operation + among: nbytes for among, traffic in found for operation, nbytes in traffic.bytes.items()}
+    def use(engine: Any) -> Any:
+        train(engine, 1)
+        for _, traffic in engine.topology.traffic():
+            traffic.clear()
+        train(engine, 2, 1)
+        seen = engine.topology.traffic()
+        return {operation + among: nbytes for among, traffic in seen for operation, nbytes in traffic.bytes.items()}
 
-    told = count(find(lambda: (MODEL, token_batch(0, 0, 0))), configs.load(given), ranks=4)
-    assert told.bytes == run_ranks(4, body)[0]
+    loaded = configs.load(settings(3, 2, more=groups()))
+    counted = count(find(lambda: (MODEL, token_batch(0, 0, 0))), loaded, ranks=4)
+    assert counted.bytes == on_ranks(use, ranks=4, accumulation=2, model=MODEL, config=groups())[0]
 
 
 # Checkpoints.
 
-SHAPES = [
-    Shape(1),
-    Shape(2, 3),
-    Shape(4, 2),
-    Shape(4, 3),
-    Shape(4, 3, more=groups()),
-    Shape(4, 1, more=groups(stage=1)),
-]
+CUT = Shape(4, 3, more=groups())
 
 
-def test_a_checkpoint_is_written_once_and_loads_into_any_shape(tmp_path: Path) -> None:
-    cut = Shape(4, 3, more=groups())
-    saved = save_from(cut, tmp_path / "cut")
+@pytest.mark.parametrize("shape", [Shape(1), Shape(4, 1, more=groups(stage=1))], ids=["one rank", "groups of stage 1"])
+def test_a_checkpoint_of_groups_loads_into_other_shapes(shape: Shape, tmp_path: Path) -> None:
+    saved = save_from(CUT, tmp_path)
+    assert_same(load_into(shape, tmp_path), saved)
+
+
+def test_a_checkpoint_is_written_once_and_one_without_groups_loads(tmp_path: Path) -> None:
+    save_from(CUT, tmp_path / "groups")
     whole = save_from(Shape(4, 3), tmp_path / "whole")
-    for shape in SHAPES:
-        assert_same(load_into(shape, tmp_path / "cut"), saved)
-    assert_same(load_into(cut, tmp_path / "whole"), whole)
+    assert_same(load_into(CUT, tmp_path / "whole"), whole)
     one, other = (
-        sum(path.stat().st_size for path in (tmp_path / name).rglob("*.safetensors")) for name in ("cut", "whole")
+        sum(path.stat().st_size for path in (tmp_path / name).rglob("*.safetensors")) for name in ("groups", "whole")
     )
     assert abs(one - other) < 0.1 * other
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("more", [{}, FP16])
 def test_a_save_within_a_window_is_of_the_last_update(tmp_path: Path, more: dict[str, Any]) -> None:
-    """In the same shape bit for bit, in others with the same sums."""
+    """Resume in the same shape to the bit, in others with the same sums."""
     cut = Shape(4, 3, 2, groups() | more)
 
     def update(engine: Any, comm: Comm, step: int) -> None:
@@ -254,18 +230,17 @@ def test_a_save_within_a_window_is_of_the_last_update(tmp_path: Path, more: dict
     expected = on(cut, undisturbed)[0]
     on(cut, stop)
     assert_same(on(cut, go_on)[0], expected)
-    for shape in (Shape(4, 3, 2, dict(more)), Shape(4, 0, 2, dict(more)), Shape(4, 1, 2, groups(stage=1) | more)):
-        for name, value in on(shape, go_on)[0].items():
-            torch.testing.assert_close(value, expected[name], rtol=0, atol=2e-3 if more else 1e-5)
+    for shape in (Shape(4, 3, 2, dict(more)), Shape(4, 1, 2, groups(stage=1) | more)):
+        assert_near(on(shape, go_on)[0], expected, 2e-3 if more else 1e-5)
 
 
-# With everything else.
+# With other features.
 
 
 def test_secondary_shards_within_a_group() -> None:
-    common: dict[str, Any] = {"ranks": 4, "accumulation": 2, "steps": 3}
     both = groups(4, zero_hpz_partition_size=2)
-    assert_equal(train_engine(MODEL, stage=3, config=both, **common), train_engine(MODEL, stage=3, **common))
+    common: dict[str, Any] = {"stage": 3, "ranks": 4, "steps": 2}
+    assert_equal(train_engine(MODEL, config=both, **common), train_engine(MODEL, **common))
 
 
 def test_built_partitioned_loaded_and_edited() -> None:
@@ -294,9 +269,6 @@ def test_built_partitioned_loaded_and_edited() -> None:
         (2, {"zero_hpz_partition_size": 4}, "4 does not divide mics_shard_size 2"),
     ],
 )
-def test_sizes_that_do_not_fit(size: int, more: dict[str, Any], message: str) -> None:
-    def body(comm: Comm) -> None:
-        wherry.initialize(model=copy.deepcopy(MODEL), config=settings(3, more=groups(size, **more)), mesh=comm)
-
+def test_sizes_that_do_not_fit_are_refused(size: int, more: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        run_ranks(4, body)
+        on_ranks(lambda engine: None, ranks=4, model=MODEL, config=groups(size, **more))

@@ -1,4 +1,4 @@
-"""Models that are partitioned while they are built: their weights, their memory, and what is left of the context."""
+"""Models that are partitioned while they are built: their weights, their memory, and the end of the context."""
 
 from __future__ import annotations
 
@@ -6,14 +6,23 @@ import copy
 import errno
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import TinyLM, adamw, assert_close, settings, token_batch, train_plain
+from tests.engine.harness import (
+    TinyLM,
+    adamw,
+    assert_near,
+    assert_same,
+    engine_of,
+    masters_of,
+    settings,
+    train,
+    train_plain,
+)
+from tests.forks import Forks
 from tests.scale.live import LiveBytes
 from torch import nn
 from torch.nn.modules import module as torch_module
@@ -31,7 +40,7 @@ CPU = torch.device("cpu")
 
 
 class Custom(nn.Module):
-    """Every way in which user code initialises weights that its children have made."""
+    """Every way in which user code initializes weights of its children."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +52,7 @@ class Custom(nn.Module):
         self.head = nn.Linear(8, 11, bias=False)
         self.head.weight = self.embed.weight
         nn.init.normal_(self.position, std=0.02)
-        self.apply(self.initialise)
+        self.apply(self.initialize_)
         with torch.no_grad():
             self.layers[0].weight.mul_(0.5)
             self.layers[0].bias[2:4] = 3.0
@@ -57,10 +66,10 @@ class Custom(nn.Module):
         self.scaled = nn.Parameter(torch.empty(3))
         self.scaled.data = torch.arange(3.0)
         self.register_buffer("norm", self.layers[0].weight.norm().detach())
-        # Its direction is a new parameter made of the old one.
+        # weight_norm makes a new parameter of the old one.
         self.normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
 
-    def initialise(self, module: nn.Module) -> None:
+    def initialize_(self, module: nn.Module) -> None:
         if isinstance(module, nn.Linear):
             nn.init.normal_(module.weight, std=0.1)
             if module.bias is not None:
@@ -81,12 +90,6 @@ def seeded(build: Any, seed: int = 3) -> Any:
 def whole(model: nn.Module) -> dict[str, torch.Tensor]:
     with wherry.gathered(model):
         return {name: p.detach().clone() for name, p in model.named_parameters(remove_duplicate=False)}
-
-
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
 
 
 def assert_nothing_is_left() -> None:
@@ -113,7 +116,7 @@ def test_weights_are_those_of_plain_construction(model_class: type[nn.Module]) -
 
 
 class Drawn(nn.Module):
-    """Linear layers from a generator of the rank's own: threads share torch's."""
+    """Linear layers drawn from an own generator, as ranks that are threads share torch's."""
 
     def __init__(self, seed: int, width: int = 24, layers: int = 3) -> None:
         super().__init__()
@@ -132,9 +135,8 @@ class Drawn(nn.Module):
         return x.square().mean()
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("precision", [{}, {"bf16": {"enabled": True}}])
-def test_ranks_hold_parts_of_the_first_ones_values(ranks: int, precision: dict[str, Any]) -> None:
+@pytest.mark.parametrize(("ranks", "precision"), [(2, {"bf16": {"enabled": True}}), (3, {})])
+def test_ranks_hold_shards_of_rank_0s_values(ranks: int, precision: dict[str, Any]) -> None:
     plain = Drawn(0)
 
     def body(comm: Comm) -> None:
@@ -146,30 +148,35 @@ def test_ranks_hold_parts_of_the_first_ones_values(ranks: int, precision: dict[s
         assert_same(whole(model), dict(plain.named_parameters()))
         optimizer = adamw(model.parameters())
         engine, *_ = wherry.initialize(model=model, optimizer=optimizer, config=settings(3, more=precision), mesh=comm)
-        masters = {name: engine.states.full(name, "master") for name, _ in model.named_parameters()}
-        assert_same(masters, {name: value.float() for name, value in plain.named_parameters()})
+        assert_same(masters_of(engine), {name: value.float() for name, value in plain.named_parameters()})
         engine.close()
 
     run_ranks(ranks, body)
 
 
-def test_training_equals_plain() -> None:
-    plain = seeded(TinyLM)
-    with wherry.Init(STAGE3):
-        model = seeded(TinyLM)
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=STAGE3)
-    losses = []
-    for step in range(4):
-        loss = engine(*token_batch(step, 0, 0))
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-    assert losses == pytest.approx(train_plain(plain, steps=4).losses, rel=1e-5)
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_training_equals_plain(ranks: int) -> None:
+    def batch(step: int, micro: int, rank: int) -> tuple[torch.Tensor, ...]:
+        return (torch.randn(4, 24, generator=torch.Generator().manual_seed(10 * step + rank)),)
+
+    def body(comm: Comm) -> tuple[list[float], dict[str, torch.Tensor]]:
+        with wherry.Init(STAGE3, mesh=comm):
+            model = Drawn(comm.rank)
+        engine = engine_of(model, STAGE3, comm)
+        losses = train(engine, 3, batch=batch)
+        return losses, whole(engine.module)
+
+    plain = train_plain(Drawn(0), ranks=ranks, steps=3, batch=batch)
+    results = run_ranks(ranks, body)
+    assert [sum(step) / ranks for step in zip(*(losses for losses, _ in results), strict=True)] == pytest.approx(
+        plain.losses, rel=1e-5
+    )
+    assert_near(results[0][1], plain.weights)
 
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_peak_memory_is_one_submodule_above_the_shards(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(elastic, "_system", lambda: None)  # storages of mappings do not tell how much is there
+    monkeypatch.setattr(elastic, "_system", lambda: None)  # mapped storages do not report their used bytes
     width, layers = 128, 12
     largest = 4 * (width * width + width)
     shards = layers * 4 * (-(-width * width // ranks) + -(-width // ranks))
@@ -178,7 +185,7 @@ def test_peak_memory_is_one_submodule_above_the_shards(ranks: int, monkeypatch: 
         with LiveBytes() as live, wherry.Init(STAGE3, mesh=comm):
             model = Drawn(comm.rank, width, layers)
         built = live.peak
-        model.requires_grad_(False)  # of gradients, which are not of this test, there are as many bytes again
+        model.requires_grad_(False)  # gradients would take as many bytes again
         live.peak = live.live
         with live:
             engine, *_ = wherry.initialize(model=model, config=STAGE3, mesh=comm)
@@ -187,11 +194,11 @@ def test_peak_memory_is_one_submodule_above_the_shards(ranks: int, monkeypatch: 
 
     for built, taken in run_ranks(ranks, body):
         assert built <= 1.15 * (shards + largest) + 8192  # the bytes of torch's generators
-        # Flats of a unit beside the shards they come from: that unit, whole, and one of its parameters.
+        # The flats of a unit beside its shards: that unit whole, and one of its parameters.
         assert taken <= 1.15 * (shards + largest + 2 * largest) + 8192
 
 
-def test_parameters_that_nobody_has_attached_yet_are_partitioned_when_the_next_are_built() -> None:
+def test_unattached_parameters_are_partitioned_when_the_next_are_built() -> None:
     with LiveBytes() as live, wherry.Init(STAGE3):
         layers = [nn.Linear(64, 64) for _ in range(8)]
         parts = [shard_of(p) for layer in layers for p in layer.parameters()]
@@ -231,8 +238,7 @@ def test_models_built_partly_outside_and_modules_attached_later() -> None:
     assert not any(value.isnan().any() for value in state.values())
 
 
-@pytest.mark.parametrize("where", ["before", "inside"])
-def test_an_exception_leaves_nothing_behind(where: str) -> None:
+def test_an_exception_ends_the_context() -> None:
     class Failing(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -256,10 +262,7 @@ def test_a_context_works_again() -> None:
 
 @pytest.mark.parametrize("holder", [0, 1])
 def test_ranks_release_alike_when_one_of_them_holds_a_weights_memory(holder: int) -> None:
-    """As a backend does for a moment after a gather, and garbage does until it is collected.
-
-    The first rank's values are used, so that edits of what others hold are none.
-    """
+    """Hold memory as a backend does after a gather, and garbage until it is collected; rank 0's values are used."""
     plain = Drawn(0)
 
     def body(comm: Comm) -> dict[str, torch.Tensor]:
@@ -273,7 +276,7 @@ def test_ranks_release_alike_when_one_of_them_holds_a_weights_memory(holder: int
                 model.layers[1].weight.mul_(1.0)
                 model.layers[2].weight.mul_(1.0)
             wholes = [shard_of(layer.weight).whole for layer in model.layers]
-            assert wholes == [holder == 0, False, True], "what the first rank holds stays whole on all"
+            assert wholes == [holder == 0, False, True], "memory that rank 0 holds stays whole on all"
             del held
             with torch.no_grad():
                 model.layers[1].weight.mul_(1.0)
@@ -285,7 +288,7 @@ def test_ranks_release_alike_when_one_of_them_holds_a_weights_memory(holder: int
         assert_same(values, dict(plain.named_parameters()))
 
 
-def test_ranks_learn_that_one_of_them_cannot_build_its_model() -> None:
+def test_an_error_of_one_ranks_build_is_raised_on_all() -> None:
     def build(comm: Comm) -> nn.Module:
         model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
         if comm.rank == 1:
@@ -307,7 +310,7 @@ def test_ranks_learn_that_one_of_them_cannot_build_its_model() -> None:
 
 
 class Mixed(nn.Module):
-    """Weights of several types, shapes and orders in memory, from a generator of the rank's own."""
+    """Weights of several dtypes, shapes and strides, drawn from an own generator."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -322,10 +325,10 @@ class Mixed(nn.Module):
             self.leaves.append(leaf)
 
 
-def test_values_of_any_type_and_order_are_the_first_ranks() -> None:
+def test_values_of_any_dtype_and_stride_are_rank_0s() -> None:
     def build(seed: int) -> nn.Module:
         model = Mixed(seed)
-        with torch.no_grad():  # an edit that ranks make in their own way
+        with torch.no_grad():  # an edit that differs between ranks
             model.leaves[0].weight[-1] = seed
             model.leaves[2].weight.fill_(seed)
             model.leaves[2].weight[0, 0, 0], model.leaves[2].weight[0, 0, 1] = -0.0, torch.nan
@@ -345,7 +348,7 @@ def test_values_of_any_type_and_order_are_the_first_ranks() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_of_whole_models_that_differ_the_first_ranks_counts(stage: int) -> None:
+def test_rank_0s_whole_model_is_used_where_ranks_differ(stage: int) -> None:
     models = [Mixed(rank) for rank in range(2)]
     expected = {name: value.clone() for name, value in models[0].state_dict().items()}
 
@@ -356,7 +359,7 @@ def test_of_whole_models_that_differ_the_first_ranks_counts(stage: int) -> None:
     run_ranks(2, body)
 
 
-def test_what_init_has_shared_out_is_not_sent_again() -> None:
+def test_partitioned_weights_are_not_broadcast_again() -> None:
     def body(comm: Comm) -> None:
         with wherry.Init(STAGE3, mesh=comm):
             model = Drawn(comm.rank)
@@ -367,7 +370,7 @@ def test_what_init_has_shared_out_is_not_sent_again() -> None:
     run_ranks(2, body)
 
 
-def test_gathered_edits_parts() -> None:
+def test_gathered_edits_shards() -> None:
     def body(comm: Comm) -> None:
         with wherry.Init(STAGE3, mesh=comm):
             model = nn.Linear(5, 3)
@@ -388,7 +391,7 @@ def test_gathered_edits_parts() -> None:
     run_ranks(2, body)
 
 
-def test_an_edit_of_parts_that_fails_is_dropped_and_asks_nothing_of_the_other_ranks() -> None:
+def test_an_edit_that_fails_is_dropped_without_communication() -> None:
     def body(comm: Comm) -> None:
         with wherry.Init(STAGE3, mesh=comm):
             model = Drawn(0, width=5, layers=1)
@@ -405,7 +408,7 @@ def test_an_edit_of_parts_that_fails_is_dropped_and_asks_nothing_of_the_other_ra
     run_ranks(2, body)
 
 
-def test_edits_by_a_rank_of_what_an_outer_context_holds() -> None:
+def test_edits_of_weights_of_an_outer_context() -> None:
     def body(comm: Comm) -> None:
         with wherry.Init(STAGE3, mesh=comm):
             model = nn.Linear(5, 3)
@@ -416,8 +419,8 @@ def test_edits_by_a_rank_of_what_an_outer_context_holds() -> None:
     run_ranks(2, body)
 
 
-def test_a_rank_by_itself_keeps_the_memory_that_was_built() -> None:
-    """Nothing is copied, unless somebody else holds the memory: that is theirs."""
+def test_a_single_rank_keeps_the_memory_of_the_build() -> None:
+    """Copy only memory that other references hold."""
     with wherry.Init(STAGE3):
         mine, other = nn.Linear(8, 8), nn.Linear(8, 8)
         address, held = mine.weight.data_ptr(), other.weight.data
@@ -430,7 +433,7 @@ def test_a_rank_by_itself_keeps_the_memory_that_was_built() -> None:
         assert torch.equal(other.weight, values)
 
 
-def test_parts_rest_in_files_where_parameters_are_on_disk(tmp_path: Any) -> None:
+def test_shards_of_parameters_on_disk_are_in_files(tmp_path: Any) -> None:
     config = settings(3)
     config["zero_optimization"]["offload_param"] = {"device": "nvme", "nvme_path": str(tmp_path)}
     plain = seeded(TinyLM)
@@ -445,36 +448,10 @@ def test_parts_rest_in_files_where_parameters_are_on_disk(tmp_path: Any) -> None
     assert part is not None and part.dtype == torch.float64 and part.shard.untyped_storage().filename is not None
 
 
-def test_weights_after_close_to_plain_training_with_init_on_two_ranks() -> None:
-    plain = Drawn(0)
-
-    def batch(step: int, micro: int, rank: int) -> tuple[torch.Tensor, ...]:
-        return (torch.randn(4, 24, generator=torch.Generator().manual_seed(10 * step + rank)),)
-
-    def body(comm: Comm) -> Any:
-        with wherry.Init(STAGE3, mesh=comm):
-            model = Drawn(comm.rank)
-        engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=STAGE3, mesh=comm)
-        from tests.engine.harness import Run
-
-        run = Run()
-        for step in range(3):
-            loss = engine(*batch(step, 0, comm.rank))
-            engine.backward(loss)
-            engine.step()
-            run.losses.append(sum(comm.gather_objects(float(loss.detach()))) / comm.size)
-            run.norms.append(engine.get_global_grad_norm())
-        run.weights = whole(engine.module)
-        engine.close()
-        return run
-
-    assert_close(run_ranks(2, body)[0], train_plain(plain, ranks=2, steps=3, batch=batch))
-
-
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
-def test_a_model_that_does_not_fit_is_built_within_its_limit() -> None:
-    command = [sys.executable, str(Path(__file__).with_name("rss_of_init.py"))]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+def test_a_model_that_does_not_fit_is_built_within_its_limit(tmp_path: Path, forks: Forks) -> None:
+    program = "from tests.scale.rss_of_init import main; main()"
+    result = forks.run("-c", program, folder=tmp_path, launched=False)
     assert result.returncode == 0, result.stderr
     seen = json.loads(result.stdout)
     assert "memory" in seen["plain"], seen
@@ -483,10 +460,8 @@ def test_a_model_that_does_not_fit_is_built_within_its_limit() -> None:
     assert seen["meta rest"] <= 1.05 * seen["meta owed"], seen
 
 
-def test_a_disk_that_is_full_is_told_of_before_anything_is_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Written to a file with holes, the first byte too many would end the process by a signal."""
+def test_a_full_disk_is_an_error_before_anything_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refuse at allocation: a write to a sparse file would end the process by a signal."""
 
     def full(handle: int, start: int, nbytes: int) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,4 +1,4 @@
-"""Parameters that are made of others, in all the ways in which user code does it while a model is built."""
+"""Parameters that user code makes of others while a model is built."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.scale.test_init import STAGE3, assert_same, whole
+from tests.engine.harness import assert_same
+from tests.scale.test_init import STAGE3, whole
 from torch import nn
 
 import wherry
@@ -18,7 +19,7 @@ from wherry.testing import run_ranks
 
 def _shared(model: nn.Module) -> None:
     model.two.weight = nn.Parameter(model.one.weight)
-    model.one.weight.data.mul_(2)  # of both, as they share memory
+    model.one.weight.data.mul_(2)  # both, as they share memory
 
 
 def _after_gathered(model: nn.Module) -> None:
@@ -60,7 +61,7 @@ def _data(model: nn.Module) -> None:
     model.two.bias.data = torch.arange(6.0, dtype=torch.float64)
 
 
-def _initialised_slices(model: nn.Module) -> None:
+def _initialized_slices(model: nn.Module) -> None:
     nn.init.constant_(model.one.weight[1:3], 7.0)
     nn.init.eye_(model.one.weight.data[:2, :2])
     first, last = model.two.weight.detach().chunk(2)
@@ -100,13 +101,13 @@ def _converted(model: nn.Module) -> None:
 
 
 WAYS = [
-    _shared, _after_gathered, _inside_gathered, _kept_and_used, _in_containers, _slices, _data, _initialised_slices,
+    _shared, _after_gathered, _inside_gathered, _kept_and_used, _in_containers, _slices, _data, _initialized_slices,
     _tied, _normed, _loaded, _copied, _converted,
 ]  # fmt: skip
 
 
 def _numbered(module: nn.Module, start: float) -> nn.Module:
-    """Values that depend on no generator: ranks are threads here, and share torch's."""
+    """Set values without a generator, as ranks that are threads share torch's."""
     for parameter in module.parameters():
         with torch.no_grad():
             parameter.copy_(torch.arange(start, start + parameter.numel()).view_as(parameter))
@@ -119,7 +120,7 @@ class Made(nn.Module):
         super().__init__()
         self.one = _numbered(nn.Linear(4, 4), 1.0)
         self.two = _numbered(nn.Linear(4, 4), 1000.0)
-        self.before = _numbered(nn.Linear(2, 2), 5.0)  # the others are released for it
+        self.before = _numbered(nn.Linear(2, 2), 5.0)  # its build releases the others
         way(self)
         self.after = _numbered(nn.Linear(2, 2), 9.0)
 
@@ -128,7 +129,7 @@ class Made(nn.Module):
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_parameters_that_are_made_of_others(way: Any) -> None:
+def test_parameters_made_of_others(way: Any) -> None:
     plain = dict(Made(way).named_parameters(remove_duplicate=False))
 
     def body(comm: Comm) -> None:
@@ -138,8 +139,7 @@ def test_parameters_that_are_made_of_others(way: Any) -> None:
             assert all(bool(p.detach().isnan().all()) for p in model.parameters())
             assert_same(whole(model), plain)
             state = _engine_state(model, comm)
-            for name, value in plain.items():
-                assert torch.equal(state[name], value.detach()), name
+            assert_same({name: state[name] for name in plain}, plain)
 
     run_ranks(2, body)
 
@@ -150,13 +150,11 @@ def _inside(comm: Comm, way: Any, model: nn.Module) -> None:
 
 
 def _engine_state(model: nn.Module, comm: Comm) -> dict[str, torch.Tensor]:
-    engine, *_ = wherry.initialize(model=model, config=STAGE3, mesh=comm)
-    state = {name: value.clone() for name, value in engine.module.state_dict().items()}
-    engine.close()
-    return state
+    with wherry.initialize(model=model, config=STAGE3, mesh=comm)[0] as engine:
+        return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
 
-def test_parameters_that_are_made_of_others_when_the_context_has_ended() -> None:
+def test_parameters_made_of_others_after_the_context() -> None:
     def attach(model: nn.Module) -> None:
         model.two.weight = nn.Parameter(model.one.weight)
         model.late = nn.ModuleList([nn.Linear(4, 4)])
@@ -172,8 +170,6 @@ def test_parameters_that_are_made_of_others_when_the_context_has_ended() -> None
             attach(model)
             if read:
                 assert_same(whole(model), dict(plain.named_parameters()))
-            state = _engine_state(model, comm)
-            for name, value in plain.state_dict().items():
-                assert torch.equal(state[name], value), name
+            assert_same(_engine_state(model, comm), plain.state_dict())
 
     run_ranks(2, body)

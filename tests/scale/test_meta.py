@@ -1,4 +1,4 @@
-"""Models that are built on the meta device, and get their values from an engine."""
+"""Models that are built on the meta device, and initialized by an engine."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import TinyLM, settings
+from tests.engine.harness import TinyLM, assert_same, settings
 from tests.scale.live import LiveBytes
-from tests.scale.test_init import STAGE3, assert_nothing_is_left, assert_same, whole
+from tests.scale.test_init import STAGE3, assert_nothing_is_left, whole
 from torch import nn
 
 import wherry
@@ -17,7 +17,7 @@ from wherry.parallel.comm import Comm
 from wherry.testing import run_ranks
 
 
-def test_shapes_alone_are_built_without_a_draw() -> None:
+def test_a_build_on_the_meta_device_draws_nothing() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -33,19 +33,19 @@ def test_shapes_alone_are_built_without_a_draw() -> None:
     assert torch.equal(torch.get_rng_state(), state) and not torch.empty(0).is_meta
     with torch.device("meta"):
         other = Model()
-    found = []
+    states = []
     for each in (model, other):
         torch.manual_seed(5)
         engine, *_ = wherry.initialize(model=each, config=STAGE3)
-        found.append(whole(each))
+        states.append(whole(each))
         engine.close()
-    assert_same(*found)
+    assert_same(*states)
     with wherry.Init(meta=True, enabled=False):
         assert not nn.Linear(2, 2).weight.is_meta
     assert_nothing_is_left()
 
 
-def test_a_model_on_the_meta_device_is_materialised_by_its_own_code() -> None:
+def test_a_model_on_the_meta_device_is_initialized_by_its_own_code() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -70,7 +70,7 @@ def test_a_model_on_the_meta_device_is_materialised_by_its_own_code() -> None:
     assert live.peak > 0
     state = engine.module.state_dict()
     assert all(bool(value.isfinite().all()) for value in state.values())
-    assert state["embed.weight"].std() > 0.5, "an embedding's own initialisation is normal"
+    assert state["embed.weight"].std() > 0.5, "an embedding's own initialization is normal"
     assert model.head.weight is model.embed.weight and model.embed.weight.mark == "mine"
     assert torch.equal(state["norm.running_var"], torch.ones(8))
     ids = torch.randint(0, 9, (6,))
@@ -83,7 +83,7 @@ def test_a_model_on_the_meta_device_is_materialised_by_its_own_code() -> None:
     assert losses[2] < losses[0]
 
 
-def test_what_is_tied_to_another_is_not_drawn_again() -> None:
+def test_tied_weights_are_drawn_once() -> None:
     drawn = []
 
     class Head(nn.Linear):
@@ -99,11 +99,11 @@ def test_what_is_tied_to_another_is_not_drawn_again() -> None:
     assert drawn == [True], "a head without a bias has nothing of its own"
     state = engine.module.state_dict()
     assert bool(state["2.bias"].isfinite().all())
-    assert state["0.weight"].std() > 0.5, "an embedding's own initialisation is normal"
+    assert state["0.weight"].std() > 0.5, "an embedding's own initialization is normal"
 
 
 def test_recurrent_layers_know_their_weights() -> None:
-    """They refer to them weakly, and in a list of their own."""
+    """Materialize layers that refer to their weights in a list, and weakly."""
 
     class Model(nn.Module):
         def __init__(self) -> None:
@@ -131,7 +131,7 @@ def test_recurrent_layers_know_their_weights() -> None:
     engine.close()
 
 
-def test_modules_that_cannot_be_materialised_are_named() -> None:
+def test_modules_that_cannot_be_materialized_are_named() -> None:
     class Bare(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -152,7 +152,7 @@ def test_modules_that_cannot_be_materialised_are_named() -> None:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_an_initialiser_reads_and_sets_buffers_that_are_in_memory(stage: int) -> None:
+def test_an_initializer_reads_and_sets_buffers_that_are_in_memory(stage: int) -> None:
     class Scaled(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -173,9 +173,10 @@ def test_an_initialiser_reads_and_sets_buffers_that_are_in_memory(stage: int) ->
     assert (float(state["0.std"]), float(state["0.seen"])) == (0.5, 7.0)
 
 
-@pytest.mark.parametrize("more", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_parameter_that_is_left_unset_is_named(stage: int, more: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("stage", "more"), [(0, {"bf16": {"enabled": True}}), (3, {}), (3, {"bf16": {"enabled": True}})]
+)
+def test_a_parameter_left_without_values_is_named(stage: int, more: dict[str, Any]) -> None:
     class Half(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""Safetensors files straight into shards: values, what is read, and every mistake at once."""
+"""Safetensors files are read into shards: values, the parts that are read, and all mistakes in one error."""
 
 from __future__ import annotations
 
@@ -13,7 +13,18 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.engine.harness import VOCABULARY, WIDTH, TinyLM, adamw, make_model, settings, token_batch
+from tests.engine.harness import (
+    VOCABULARY,
+    WIDTH,
+    TinyLM,
+    adamw,
+    assert_same,
+    make_model,
+    masters_of,
+    on_ranks,
+    settings,
+    token_batch,
+)
 from torch import nn
 
 import wherry
@@ -23,9 +34,11 @@ from wherry.sharding import safetensors_folder
 from wherry.sharding.meta import GIVEN
 from wherry.testing import run_ranks
 
+BF16 = {"bf16": {"enabled": True}}
+
 
 def saved(model: nn.Module, folder: Path, files: int = 1, dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
-    """What `transformers` writes: tied weights once, an index where there are several files."""
+    """Write files as `transformers` does: tied weights once, and an index of several files."""
     state: dict[str, torch.Tensor] = {}
     seen: set[int] = set()
     for name, value in model.state_dict().items():
@@ -43,6 +56,13 @@ def saved(model: nn.Module, folder: Path, files: int = 1, dtype: torch.dtype | N
     return state
 
 
+def saved_model(folder: Path) -> Any:
+    """Build a model and write its file."""
+    model = make_model(seed=1)
+    saved(model, folder)
+    return model
+
+
 class Buffered(TinyLM):
     def __init__(self) -> None:
         super().__init__()
@@ -50,34 +70,23 @@ class Buffered(TinyLM):
         self.register_buffer("scratch", torch.zeros(2), persistent=False)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("ranks", [1, 3])
-@pytest.mark.parametrize("files", [1, 3])
+@pytest.mark.parametrize(("stage", "ranks", "files"), [(0, 1, 3), (2, 3, 1), (3, 1, 1), (3, 3, 3)])
 def test_an_engine_has_the_weights_of_the_files(tmp_path: Path, stage: int, ranks: int, files: int) -> None:
-    other = make_model(Buffered, seed=1)
+    other: Any = make_model(Buffered, seed=1)
     other.seen.fill_(9.0)
     saved(other, tmp_path, files)
-    models = [make_model(Buffered) for _ in range(ranks)]
 
-    def body(comm: Comm) -> Any:
-        model = models[comm.rank]
-        engine, *_ = wherry.initialize(
-            model=model, optimizer=adamw(model.parameters()), config=settings(stage), mesh=comm
-        )
-        comm.traffic.clear()
+    def use(engine: Any) -> float:
+        engine.comm.traffic.clear()
         result = wherry.load_pretrained(engine, tmp_path)
         assert not result.missing and not result.unexpected
-        assert stage < 3 or not comm.traffic.calls, "weights are read, not communicated"
-        state = {name: value.clone() for name, value in engine.module.state_dict().items()}
-        loss = engine(*token_batch(0, 0, 0))
-        engine.backward(loss)
-        engine.step()
-        return state, float(loss.detach())
+        assert stage < 3 or not engine.comm.traffic.calls, "weights are read, not communicated"
+        assert_same(engine.module.state_dict(), other.state_dict())
+        return first_loss(engine)
 
-    for state, loss in run_ranks(ranks, body):
-        for name, value in other.state_dict().items():
-            assert torch.equal(state[name], value), name
-        assert loss == pytest.approx(float(other(*token_batch(0, 0, 0)).detach()), rel=1e-6)
+    expected = float(other(*token_batch(0, 0, 0)).detach())
+    losses = on_ranks(use, ranks=ranks, stage=stage, model=make_model(Buffered))
+    assert losses == pytest.approx([expected] * ranks, rel=1e-6)
 
 
 def test_bf16_files_into_fp32_models(tmp_path: Path) -> None:
@@ -89,8 +98,7 @@ def test_bf16_files_into_fp32_models(tmp_path: Path) -> None:
         assert torch.equal(value, other.state_dict()[name].bfloat16().float()), name
 
 
-@pytest.mark.parametrize("partitioned", [False, True])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("ranks", "partitioned"), [(2, False), (1, True), (2, True)])
 def test_models_before_they_have_an_engine(tmp_path: Path, ranks: int, partitioned: bool) -> None:
     other = make_model(seed=1)
     saved(other, tmp_path, 2)
@@ -103,19 +111,18 @@ def test_models_before_they_have_an_engine(tmp_path: Path, ranks: int, partition
         return engine.module.state_dict()
 
     for state in run_ranks(ranks, body):
-        for name, value in other.state_dict().items():
-            assert torch.equal(state[name], value), name
+        assert_same(state, other.state_dict())
 
 
-# Models on the meta device: what files have is never drawn.
+# Models on the meta device: weights of files are never drawn.
 
 
 class Undrawable(Buffered):
-    """Nobody can draw it: none of its modules has a way."""
+    """A model whose modules have no reset_parameters."""
 
     def __init__(self) -> None:
         super().__init__()
-        del self.scratch  # no file has it
+        del self.scratch  # it is in no file
         for module in self.modules():
             module.reset_parameters = None
 
@@ -125,6 +132,19 @@ def on_meta(kind: type[nn.Module]) -> Any:
         return kind()
 
 
+def loaded(folder: Path, kind: Any = TinyLM, *, strict: bool = True) -> Any:
+    """Build a model on the meta device and find its values in a folder."""
+    model = on_meta(kind)
+    wherry.load_pretrained(model, folder, strict=strict)
+    return model
+
+
+def state_of(model: nn.Module, stage: int = 3, more: dict[str, Any] | None = None) -> dict[str, torch.Tensor]:
+    """Read the values of a model by a new engine."""
+    with wherry.initialize(model=model, config=settings(stage, more=more))[0] as engine:
+        return {name: value.clone() for name, value in engine.module.state_dict().items()}
+
+
 def first_loss(engine: Any) -> float:
     loss = engine(*token_batch(0, 0, 0))
     engine.backward(loss)
@@ -132,9 +152,7 @@ def first_loss(engine: Any) -> float:
     return float(loss.detach())
 
 
-@pytest.mark.parametrize("more", [{}, {"bf16": {"enabled": True}}], ids=["fp32", "bf16"])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("stage", "ranks", "more"), [(0, 2, BF16), (2, 2, {}), (3, 1, {}), (3, 2, BF16)])
 def test_a_model_on_the_meta_device_is_read_and_not_drawn(
     tmp_path: Path, stage: int, ranks: int, more: dict[str, Any]
 ) -> None:
@@ -142,7 +160,7 @@ def test_a_model_on_the_meta_device_is_read_and_not_drawn(
     other.seen.fill_(9.0)
     saved(other, tmp_path, 2)
 
-    def loaded(comm: Comm, after: bool) -> Any:
+    def trained(comm: Comm, after: bool) -> Any:
         model: Any = make_model(Buffered) if after else on_meta(Undrawable)
         if not after:
             result = wherry.load_pretrained(model, tmp_path)
@@ -154,24 +172,22 @@ def test_a_model_on_the_meta_device_is_read_and_not_drawn(
         else:
             weights = sum(p.numel() for p in other.parameters()) * other.head.weight.itemsize
             assert comm.traffic.bytes["broadcast"] < weights / 10, "weights are read, not communicated"
-        masters = [engine.states.full(name, "master") for name, _ in model.named_parameters()] if more else []
+        masters = masters_of(engine) if more else {}
         state = {name: value.clone() for name, value in engine.module.state_dict().items()}
         return state, masters, [first_loss(engine) for _ in range(2)]
 
-    expected = run_ranks(ranks, lambda comm: loaded(comm, True))
+    expected = run_ranks(ranks, lambda comm: trained(comm, True))
     for (state, masters, losses), (state2, masters2, losses2) in zip(
-        run_ranks(ranks, lambda comm: loaded(comm, False)), expected, strict=True
+        run_ranks(ranks, lambda comm: trained(comm, False)), expected, strict=True
     ):
         assert losses == losses2
-        assert len(masters) == len(masters2) and all(map(torch.equal, masters, masters2))
-        assert state.keys() == state2.keys()
-        for name in state:
-            assert torch.equal(state[name], state2[name]), name
+        assert_same(masters, masters2)
+        assert_same(state, state2)
         assert state["seen"].tolist() == [9.0] * 3
 
 
 class Half(nn.Module):
-    """Some of it in another dtype, some of it frozen, some of it nobody's: buffers, integers, one that is not saved."""
+    """A model with weights of another dtype, frozen ones and integers, buffers, and one that is not saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -193,10 +209,14 @@ class Half(nn.Module):
         raise NotImplementedError
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("stage", [1, 3])
-@pytest.mark.parametrize("absent", [(), ("lm.blocks.0.norm.weight", "scale", "kept"), ("lm.embed.weight",)])
-def test_what_no_file_has_is_drawn_and_all_else_is_read(
+SOME = ("lm.blocks.0.norm.weight", "scale", "kept")
+
+
+@pytest.mark.parametrize(
+    ("stage", "ranks", "absent"),
+    [(1, 2, ()), (3, 1, ()), (1, 1, SOME), (3, 2, SOME), (1, 2, ("lm.embed.weight",)), (3, 2, ("lm.embed.weight",))],
+)
+def test_weights_of_no_file_are_drawn_and_others_are_read(
     tmp_path: Path, stage: int, ranks: int, absent: tuple[str, ...]
 ) -> None:
     other = make_model(Half, seed=1)
@@ -213,42 +233,33 @@ def test_what_no_file_has_is_drawn_and_all_else_is_read(
         engine, *_ = wherry.initialize(model=model, config=settings(stage), mesh=comm)
         return {name: value.clone() for name, value in engine.module.state_dict().items()}, model.table.clone()
 
-    for found, table in run_ranks(ranks, body):
+    for state, table in run_ranks(ranks, body):
         assert table.tolist() == [0.0, 1.0, 2.0]
         for name, value in other.state_dict().items():
             if name not in (*absent, *(("lm.head.weight",) if "lm.embed.weight" in absent else ())):
-                assert torch.equal(found[name], value), name
+                assert torch.equal(state[name], value), name
             else:
-                assert not found[name].isnan().any() and not torch.equal(found[name], value), name
+                assert not state[name].isnan().any() and not torch.equal(state[name], value), name
 
 
-def test_values_that_would_be_lost_are_an_error(tmp_path: Path) -> None:
-    saved(make_model(seed=1), tmp_path)
+def test_replaced_weights_of_files_are_an_error(tmp_path: Path) -> None:
+    saved_model(tmp_path)
 
-    def loaded() -> Any:
-        model = on_meta(TinyLM)
-        wherry.load_pretrained(model, tmp_path)
-        return model
-
-    untied = loaded()
+    untied = loaded(tmp_path)
     untied.head.weight = nn.Parameter(untied.embed.weight.clone())
     with pytest.raises(WherryError, match=r"head\.weight: load_pretrained has given it values, and another tensor"):
         wherry.initialize(model=untied, config=settings(3))
-    resized = loaded()
-    resized.head.weight = resized.embed.weight = nn.Parameter(torch.ones(VOCABULARY, WIDTH))  # these are values
-    engine, *_ = wherry.initialize(model=resized, config=settings(3))
-    assert engine.module.state_dict()["head.weight"].eq(1).all()
-    converted = loaded().to(torch.bfloat16)
-    engine, *_ = wherry.initialize(model=converted, config=settings(3))
-    expected = make_model(seed=1).state_dict()
-    for name, value in engine.module.state_dict().items():
-        assert torch.equal(value, expected[name].bfloat16()), name
+    resized = loaded(tmp_path)
+    resized.head.weight = resized.embed.weight = nn.Parameter(torch.ones(VOCABULARY, WIDTH))
+    assert state_of(resized)["head.weight"].eq(1).all()
+    converted = loaded(tmp_path).to(torch.bfloat16)
+    expected = {name: value.bfloat16() for name, value in make_model(seed=1).state_dict().items()}
+    assert_same(state_of(converted), expected)
 
 
-def test_what_is_made_another_shape_after_a_load(tmp_path: Path) -> None:
+def test_a_shape_that_changes_after_a_load_is_an_error(tmp_path: Path) -> None:
     saved(make_model(Buffered, seed=1), tmp_path)
-    model = on_meta(Buffered)
-    wherry.load_pretrained(model, tmp_path)
+    model = loaded(tmp_path, Buffered)
     model.norm.bias.data = torch.empty(2 * WIDTH, device="meta")
     with pytest.raises(WherryError, match=rf"norm\.bias: .* shape \[{WIDTH}\], and it has been made \[{2 * WIDTH}\]"):
         wherry.initialize(model=model, config=settings(3))
@@ -266,13 +277,12 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_buffers_are_cast_and_copied_as_if_they_had_their_values(tmp_path: Path, change: str) -> None:
+def test_buffers_without_values_are_cast_and_copied_alike(tmp_path: Path, change: str) -> None:
     other = make_model(Undrawable, seed=1)
     other.seen.copy_(torch.tensor([0.1, 1 / 3, 1e-3]))
     saved(other, tmp_path)
     expected = CHANGES[change](other)
-    model = on_meta(Undrawable)
-    wherry.load_pretrained(model, tmp_path)
+    model = loaded(tmp_path, Undrawable)
     model = CHANGES[change](model)
     engine, *_ = wherry.initialize(model=model, config=settings(3))
     assert engine.module.seen.dtype == expected.seen.dtype
@@ -284,17 +294,14 @@ def test_buffers_are_cast_and_copied_as_if_they_had_their_values(tmp_path: Path,
     assert copy.deepcopy(model).seen.tolist() == expected.seen.tolist(), "it is a model as any other"
 
 
-def test_a_model_and_its_copy_read_the_same_files(tmp_path: Path) -> None:
-    other = make_model(seed=1)
-    saved(other, tmp_path)
-    model = on_meta(TinyLM)
-    wherry.load_pretrained(model, tmp_path)
+def test_a_model_and_its_tiled_copy_read_the_same_files(tmp_path: Path) -> None:
+    other = saved_model(tmp_path)
+    model = loaded(tmp_path)
     copied = copy.deepcopy(model)
     wherry.tile(copied, max_bytes=1024)
+    assert any(isinstance(module, wherry.nn.TiledLinear) for module in copied.modules())
     for one in (model, copied):
-        engine, *_ = wherry.initialize(model=one, config=settings(3))
-        for name, value in engine.module.state_dict().items():
-            assert torch.equal(value, other.state_dict()[name]), name
+        assert_same(state_of(one), other.state_dict())
 
 
 @pytest.mark.parametrize(
@@ -305,13 +312,10 @@ def test_a_model_and_its_copy_read_the_same_files(tmp_path: Path) -> None:
 def test_memory_before_the_values_are_read_is_refused(tmp_path: Path, move: Any) -> None:
     other = make_model(Undrawable, seed=1)
     saved(other, tmp_path)
-    model = on_meta(Undrawable)
-    wherry.load_pretrained(model, tmp_path)
+    model = loaded(tmp_path, Undrawable)
     with pytest.raises(WherryError, match=r"weight: load_pretrained has found its values .* leave out the to_empty"):
         move(model)
-    engine, *_ = wherry.initialize(model=model, config=settings(3))
-    for name, value in engine.module.state_dict().items():
-        assert torch.equal(value, other.state_dict()[name]), name
+    assert_same(state_of(model), other.state_dict())
     emptied = on_meta(Undrawable).to_empty(device="cpu")
     emptied.head.weight = emptied.embed.weight
     wherry.load_pretrained(emptied, tmp_path)
@@ -320,7 +324,7 @@ def test_memory_before_the_values_are_read_is_refused(tmp_path: Path, move: Any)
 
 
 class Wrapped(nn.Module):
-    """It takes the weights of a layer over."""
+    """A module that takes over the weights of a layer."""
 
     def __init__(self, layer: Any) -> None:
         super().__init__()
@@ -329,11 +333,9 @@ class Wrapped(nn.Module):
 
 
 @pytest.mark.parametrize("change", [lambda model: model, copy.deepcopy], ids=["as it is", "a copy"])
-def test_weights_that_another_module_takes_over(tmp_path: Path, change: Any) -> None:
-    other = make_model(seed=1)
-    saved(other, tmp_path)
-    model = on_meta(TinyLM)
-    wherry.load_pretrained(model, tmp_path)
+def test_weights_that_another_module_takes_over_are_read(tmp_path: Path, change: Any) -> None:
+    other = saved_model(tmp_path)
+    model = loaded(tmp_path)
     model.blocks[0].mix = Wrapped(model.blocks[0].mix)
     for name in ("weight", "bias"):
         nn.utils.parametrize.register_parametrization(model.blocks[1].mix, name, nn.Identity())
@@ -382,25 +384,21 @@ def tiled(model: Any) -> None:
     ],
     ids=["init", "copied, cast", "tiled", "parametrized"],
 )
-def test_weights_that_are_written_to_before_they_are_read(tmp_path: Path, write: Any, name: str) -> None:
-    saved(make_model(seed=1), tmp_path)
-    model = on_meta(TinyLM)
-    wherry.load_pretrained(model, tmp_path)
+def test_writes_before_the_values_are_read_are_an_error(tmp_path: Path, write: Any, name: str) -> None:
+    saved_model(tmp_path)
+    model = loaded(tmp_path)
     with pytest.raises(WherryError, match=rf"{name}: load_pretrained .* a write does nothing on the meta device"):
         write(model)
         wherry.initialize(model=model, config=settings(3))
 
 
 def test_a_new_module_in_the_place_of_one_that_has_values_is_drawn(tmp_path: Path) -> None:
-    """As the error says that tells of writes."""
-    other = make_model(seed=1)
-    saved(other, tmp_path)
-    model = on_meta(TinyLM)
-    wherry.load_pretrained(model, tmp_path)
+    """Follow the advice of the error for writes."""
+    other = saved_model(tmp_path)
+    model = loaded(tmp_path)
     model.head = nn.Linear(WIDTH, VOCABULARY, bias=False, device="meta")
     model.blocks[0].mix.weight = nn.Parameter(torch.ones(WIDTH, WIDTH))
-    engine, *_ = wherry.initialize(model=model, config=settings(3))
-    state = engine.module.state_dict()
+    state = state_of(model)
     assert torch.equal(state["embed.weight"], other.embed.weight)
     assert not torch.equal(state["head.weight"], other.head.weight) and not state["head.weight"].isnan().any()
     assert state["blocks.0.mix.weight"].eq(1).all()
@@ -408,8 +406,7 @@ def test_a_new_module_in_the_place_of_one_that_has_values_is_drawn(tmp_path: Pat
 
 def test_a_loaded_model_on_the_meta_device_is_not_pickled(tmp_path: Path) -> None:
     saved(make_model(Undrawable, seed=1), tmp_path)
-    model = on_meta(Undrawable)
-    wherry.load_pretrained(model, tmp_path)
+    model = loaded(tmp_path, Undrawable)
     for save in (pickle.dumps, lambda model: torch.save(model, tmp_path / "model.pt"), ForkingPickler.dumps):
         with pytest.raises(WherryError, match=r"only found the values of this model on the meta device"):
             save(model)
@@ -417,7 +414,7 @@ def test_a_loaded_model_on_the_meta_device_is_not_pickled(tmp_path: Path) -> Non
     assert torch.equal(copy.deepcopy(engine.module).seen, torch.arange(3.0))
 
 
-def test_a_buffer_that_only_some_ranks_files_have_is_that_of_the_first(tmp_path: Path) -> None:
+def test_a_buffer_of_some_ranks_files_is_rank_0s(tmp_path: Path) -> None:
     other = make_model(Half, seed=1)
     other.kept.fill_(9.0)
     state = saved(other, tmp_path)
@@ -433,8 +430,9 @@ def test_a_buffer_that_only_some_ranks_files_have_is_that_of_the_first(tmp_path:
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("into", ["the engine", "a model on the meta device"])
-@pytest.mark.parametrize("absent", [(), ("norm.bias",)], ids=["all", "some"])
+@pytest.mark.parametrize(
+    ("into", "absent"), [("the engine", ("norm.bias",)), ("the meta device", ()), ("the meta device", ("norm.bias",))]
+)
 def test_masters_are_as_precise_as_the_files(tmp_path: Path, absent: tuple[str, ...], into: str) -> None:
     other = make_model(seed=1)
     state = saved(other, tmp_path)
@@ -458,10 +456,9 @@ def test_masters_are_as_precise_as_the_files(tmp_path: Path, absent: tuple[str, 
     run_ranks(2, body)
 
 
-@pytest.mark.parametrize("stage", [0, 3])
-@pytest.mark.parametrize("absent", [(), ("up.bias",)], ids=["all", "some"])
+@pytest.mark.parametrize(("stage", "absent"), [(0, ("up.bias",)), (3, ()), (3, ("up.bias",))])
 def test_frozen_weights_of_another_dtype_than_the_engines(tmp_path: Path, stage: int, absent: tuple[str, ...]) -> None:
-    """As adapters are trained: the model is built in fp32, and what is frozen has no masters."""
+    """Build the model in fp32, as for adapters; frozen weights have no masters."""
     other = make_model(seed=1)
     state = saved(other, tmp_path)
     kept = {name: value for name, value in state.items() if not name.endswith(absent or "none")}
@@ -478,7 +475,7 @@ def test_frozen_weights_of_another_dtype_than_the_engines(tmp_path: Path, stage:
 
 
 @pytest.mark.parametrize("stage", [0, 3])
-def test_a_weight_that_an_earlier_unit_shares_with_a_later_one_is_read(tmp_path: Path, stage: int) -> None:
+def test_a_weight_shared_with_a_later_unit_is_read(tmp_path: Path, stage: int) -> None:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -489,8 +486,7 @@ def test_a_weight_that_an_earlier_unit_shares_with_a_later_one_is_read(tmp_path:
 
     other = make_model(Tied, seed=1)
     state = saved(other, tmp_path)
-    model = on_meta(Tied)
-    wherry.load_pretrained(model, tmp_path)
+    model = loaded(tmp_path, Tied)
     engine, *_ = wherry.initialize(model=model, config=settings(stage))
     for name, value in engine.module.state_dict().items():
         assert torch.equal(value, state[name] if name in state else other.state_dict()[name]), name
@@ -498,7 +494,7 @@ def test_a_weight_that_an_earlier_unit_shares_with_a_later_one_is_read(tmp_path:
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_buffer_of_a_file_is_not_drawn_over(tmp_path: Path, stage: int) -> None:
-    """Its module is drawn, for other weights that no file has."""
+    """Draw its module for another weight, which is in no file."""
     other = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     other[1].running_mean.fill_(9.0)
     state = {name: value for name, value in other.state_dict().items() if name != "1.weight"}
@@ -507,14 +503,14 @@ def test_a_buffer_of_a_file_is_not_drawn_over(tmp_path: Path, stage: int) -> Non
         model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     wherry.load_pretrained(model, tmp_path, strict=False)
     engine, *_ = wherry.initialize(model=model, config=settings(stage))
-    found = engine.module.state_dict()
-    assert torch.equal(found["1.weight"], torch.ones(4))
+    values = engine.module.state_dict()
+    assert torch.equal(values["1.weight"], torch.ones(4))
     for name, value in state.items():
-        assert torch.equal(found[name], value), name
+        assert torch.equal(values[name], value), name
 
 
 def test_ranks_that_load_and_ranks_that_do_not(tmp_path: Path) -> None:
-    saved(make_model(seed=1), tmp_path)
+    saved_model(tmp_path)
 
     def body(comm: Comm) -> None:
         model = on_meta(TinyLM)
@@ -526,21 +522,8 @@ def test_ranks_that_load_and_ranks_that_do_not(tmp_path: Path) -> None:
     run_ranks(2, body)
 
 
-def test_a_tiled_layer_reads_blocks_of_the_whole(tmp_path: Path) -> None:
-    other = make_model(seed=1)
-    saved(other, tmp_path)
-    model = on_meta(TinyLM)
-    wherry.load_pretrained(model, tmp_path)
-    wherry.tile(model, max_bytes=1024)
-    assert any(isinstance(module, wherry.nn.TiledLinear) for module in model.modules())
-    engine, *_ = wherry.initialize(model=model, config=settings(3))
-    for name, value in engine.module.state_dict().items():
-        assert torch.equal(value, other.state_dict()[name]), name
-
-
-def test_a_rank_reads_its_own_part_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    other = make_model(seed=1)
-    saved(other, tmp_path)
+def test_a_rank_reads_its_shards_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    other = saved_model(tmp_path)
     read: list[int] = []
     elements = safetensors_folder.TensorSource.elements
 
@@ -587,7 +570,7 @@ def test_all_mistakes_are_listed_at_once_and_nothing_is_loaded(tmp_path: Path) -
     assert result.unexpected == ["blocks.7.mix.weight"]
 
 
-def test_the_index_says_which_of_two_files_has_a_tensor(tmp_path: Path) -> None:
+def test_the_index_chooses_between_two_files(tmp_path: Path) -> None:
     other = make_model(seed=1)
     state = saved(other, tmp_path, 2)
     first, second = sorted(tmp_path.glob("*.safetensors"))
@@ -620,45 +603,36 @@ def test_folders_and_files_that_cannot_be_read(tmp_path: Path) -> None:
         wherry.load_pretrained(model, tmp_path / "nothing")
 
 
-def test_a_model_that_an_engine_has_is_refused(tmp_path: Path) -> None:
+def test_the_module_of_an_engine_is_refused(tmp_path: Path) -> None:
     model = make_model()
-    saved(make_model(seed=1), tmp_path)
+    saved_model(tmp_path)
     engine, *_ = wherry.initialize(model=model, config=settings(3))
     with pytest.raises(WherryError, match=r"embed\.weight belongs to an engine.*give the engine"):
         wherry.load_pretrained(engine.module, tmp_path)
     engine.close()
 
 
-def test_backward_gathers_what_was_loaded_and_not_what_its_node_had(tmp_path: Path) -> None:
-    """A forward without a backward leaves secondary shards of the weights as they were."""
-    other = make_model(seed=1)
-    saved(other, tmp_path)
-    loss = other(*token_batch(0, 0, 0))
-    loss.backward()
-    model = make_model()
+def test_backward_gathers_loaded_weights_and_not_stale_secondary_shards(tmp_path: Path) -> None:
+    """Run a forward without a backward, which leaves stale secondary shards."""
+    other = saved_model(tmp_path)
+    other(*token_batch(0, 0, 0)).backward()
 
-    def body(comm: Comm) -> None:
-        mine = copy.deepcopy(model)
-        config = settings(3, more={"zero_optimization": {"zero_hpz_partition_size": 2}})
-        engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), config=config, mesh=comm)
+    def use(engine: Any) -> None:
         engine(*token_batch(1, 0, 0))
         wherry.load_pretrained(engine, tmp_path)
         engine.backward(engine(*token_batch(0, 0, 0)))
         for name, parameter in other.named_parameters():
             torch.testing.assert_close(engine.gradients(name), parameter.grad, rtol=0, atol=1e-6)
 
-    run_ranks(2, body)
+    on_ranks(use, config={"zero_optimization": {"zero_hpz_partition_size": 2}})
 
 
 def test_a_file_that_one_rank_lacks_is_an_error_on_all(tmp_path: Path) -> None:
-    saved(make_model(seed=1), tmp_path)
-    models = [make_model() for _ in range(2)]
+    saved_model(tmp_path)
 
-    def body(comm: Comm) -> str:
-        engine, *_ = wherry.initialize(model=models[comm.rank], config=settings(3), mesh=comm)
+    def use(engine: Any) -> str:
         with pytest.raises(WherryError) as caught:
-            wherry.load_pretrained(engine, tmp_path if comm.rank == 0 else tmp_path / "elsewhere")
+            wherry.load_pretrained(engine, tmp_path if engine.comm.rank == 0 else tmp_path / "elsewhere")
         return str(caught.value)
 
-    messages = run_ranks(2, body)
-    assert "rank 1: load_pretrained: there is no file" in messages[0]
+    assert "rank 1: load_pretrained: there is no file" in on_ranks(use)[0]

@@ -1,4 +1,4 @@
-"""Tiled linear layers: their results, their state_dict, and how much of them is ever live."""
+"""Tiled linear layers: their results, their state_dict, and their peak of gathered bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,16 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.engine.harness import PeakGathered, adamw, assert_close, settings, train_engine, train_plain
+from tests.engine.harness import (
+    PeakGathered,
+    assert_close,
+    assert_near,
+    assert_same,
+    on_ranks,
+    settings,
+    train_engine,
+    train_plain,
+)
 from torch import nn
 
 import wherry
@@ -20,8 +29,9 @@ from wherry.sharding.param_shard import shard_of
 from wherry.testing import run_ranks
 
 
-@pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize(("in_splits", "out_splits"), [(1, 1), (1, 3), (4, 1), (3, 5)])
+@pytest.mark.parametrize(
+    ("in_splits", "out_splits", "bias"), [(1, 1, True), (1, 3, False), (4, 1, True), (3, 5, False), (3, 5, True)]
+)
 def test_results_and_state_dict_are_a_linear_layers(in_splits: int, out_splits: int, bias: bool) -> None:
     linear = nn.Linear(13, 17, bias=bias)
     tiled = TiledLinear.from_linear(linear, in_splits, out_splits)
@@ -52,7 +62,7 @@ def test_wrong_splits_and_shapes() -> None:
         TiledLinear(4, 4, 2, 2).load_state_dict({"weight": torch.zeros(5, 4), "bias": torch.zeros(4)})
 
 
-def test_a_tile_is_initialised_as_a_shard_of_the_whole() -> None:
+def test_a_tile_is_initialized_as_a_part_of_the_whole() -> None:
     tiled = TiledLinear(400, 200, in_splits=4, out_splits=2)
     weight = tiled.state_dict()["weight"]
     assert float(weight.abs().max()) == pytest.approx(1 / 20, rel=0.01)
@@ -78,12 +88,11 @@ def rows(step: int, micro: int, rank: int) -> tuple[torch.Tensor, ...]:
     return (torch.randn(3, 32, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank)),)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(("stage", "ranks"), [(0, 1), (2, 2), (3, 2)])
 def test_training_with_tiles_equals_plain(stage: int, ranks: int) -> None:
     torch.manual_seed(0)
     model = Wide()
-    plain = train_plain(model, ranks=ranks, steps=4, batch=rows)
+    plain = train_plain(model, ranks=ranks, steps=3, batch=rows)
     tiled = copy.deepcopy(model)
     replaced = wherry.tile(tiled, max_bytes=8 * 1024)
     assert [type(m).__name__ for m in tiled.blocks[0]] == ["LayerNorm", "TiledLinear", "GELU", "TiledLinear"]
@@ -94,7 +103,7 @@ def test_training_with_tiles_equals_plain(stage: int, ranks: int) -> None:
     def finish(engine: Any) -> dict[str, torch.Tensor]:
         return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
-    run = train_engine(tiled, stage=stage, ranks=ranks, steps=4, batch=rows, finish=finish)
+    run = train_engine(tiled, stage=stage, ranks=ranks, steps=3, batch=rows, finish=finish)
     run.weights = run.extra
     assert run.weights.keys() == plain.weights.keys()
     assert_close(run, plain, 5e-5)  # Adam's first steps enlarge what another order of additions does
@@ -102,7 +111,7 @@ def test_training_with_tiles_equals_plain(stage: int, ranks: int) -> None:
 
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_a_layer_beyond_the_budget_trains_within_it(accumulation: int) -> None:
-    """A layer of 4 units under a budget of 0.6, scaled down: 256 x 512 elements, of which 19,200 may be live."""
+    """Train a layer of 256 x 512 elements, of which 19,200 may be gathered."""
     budget = 256 * 512 * 600 // 4096
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(256, 512), nn.Tanh())
@@ -120,30 +129,28 @@ def test_a_layer_beyond_the_budget_trains_within_it(accumulation: int) -> None:
 
     whole = Loss(model)
     plain = train_plain(whole, ranks=2, steps=3, accumulation=accumulation, batch=batch)
-    config = settings(3, accumulation, more={"wherry": {"tile_linear": True, "accumulation": "layer_major"}})
-    config["zero_optimization"]["stage3_max_live_parameters"] = budget
+    config = {
+        "wherry": {"tile_linear": True, "accumulation": "layer_major"},
+        "zero_optimization": {"stage3_max_live_parameters": budget},
+    }
 
-    def body(comm: Comm) -> Any:
-        mine = copy.deepcopy(whole)
-        # Made before the layers are cut, as most scripts do.
-        optimizer = adamw(mine.parameters())
-        engine, *_ = wherry.initialize(model=mine, optimizer=optimizer, config=config, mesh=comm)
-        losses, live = [], PeakGathered(engine)
+    # The harness makes the optimizer before the layers are tiled, as most scripts do.
+    def use(engine: Any) -> Any:
+        losses, live, comm = [], PeakGathered(engine), engine.comm
         for step in range(3):
             loss = engine.train_batch(iter([batch(step, micro, comm.rank) for micro in range(accumulation)]))
             losses.append(sum(comm.gather_objects(float(loss))) / comm.size)
-        return losses, live.take() // 4, {k: v.clone() for k, v in engine.module.state_dict().items()}
+        return losses, live.take() // 4, engine.module.state_dict()
 
-    for losses, peak, state in run_ranks(2, body):
+    for losses, peak, state in on_ranks(use, accumulation=accumulation, model=whole, config=config):
         assert losses == pytest.approx(plain.losses, rel=1e-5)
         assert 0 < peak <= budget
         assert state.keys() == plain.weights.keys()
-        for name, value in plain.weights.items():
-            torch.testing.assert_close(state[name], value, rtol=0, atol=1e-5)
+        assert_near(state, plain.weights)
 
 
 @pytest.mark.parametrize("live", [0, 1000, 10**6])
-def test_one_line_tells_of_layers_beyond_the_budget_that_are_not_cut(
+def test_layers_beyond_the_budget_that_are_not_tiled_are_logged_in_one_line(
     live: int, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "wherry")
@@ -176,7 +183,7 @@ def test_layers_that_stay_whole() -> None:
     assert set(model.state_dict()) == set(Tied().state_dict())
 
 
-def test_files_and_init_know_tiles(tmp_path: Path) -> None:
+def test_files_and_init_with_tiles(tmp_path: Path) -> None:
     torch.manual_seed(1)
     other = Wide()
     save_file(other.state_dict(), tmp_path / "model.safetensors")
@@ -191,12 +198,10 @@ def test_files_and_init_know_tiles(tmp_path: Path) -> None:
         return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
     for state in run_ranks(2, body):
-        assert state.keys() == other.state_dict().keys()
-        for name, value in other.state_dict().items():
-            assert torch.equal(state[name], value), name
+        assert_same(state, other.state_dict())
 
 
-def test_files_that_do_not_fit_tiles_are_told_by_the_layers_own_names(tmp_path: Path) -> None:
+def test_errors_of_files_name_the_layers_and_not_the_tiles(tmp_path: Path) -> None:
     model = Wide()
     state = model.state_dict()
     del state["blocks.0.1.weight"], state["blocks.1.3.bias"]
@@ -212,7 +217,7 @@ def test_files_that_do_not_fit_tiles_are_told_by_the_layers_own_names(tmp_path: 
     engine.close()
 
 
-def test_layers_whose_weight_others_read_or_compute() -> None:
+def test_layers_whose_weight_others_read_or_compute_stay_whole() -> None:
     class Model(nn.Module):
         def __init__(self) -> None:
             super().__init__()

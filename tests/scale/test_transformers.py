@@ -1,28 +1,35 @@
-"""Models of transformers, tiny and random: layer-major training equals plain PyTorch, and their files load."""
+"""Tiny models of transformers: layer-major training equals plain PyTorch, and their files load."""
 
 from __future__ import annotations
 
-import copy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from tests.engine.harness import (
+    adamw,
+    assert_close,
+    assert_same,
+    make_model,
+    settings,
+    train,
+    train_engine,
+    train_plain,
+)
+from torch import nn
 
-transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
+import wherry
+from wherry.parallel.comm import Comm
+from wherry.testing import run_ranks
 
-from tests.engine.harness import Run, adamw, assert_close, settings  # noqa: E402
-from tests.engine.test_processes import Pool  # noqa: E402
-from torch import nn  # noqa: E402
-
-import wherry  # noqa: E402
-from wherry.parallel.comm import Comm  # noqa: E402
-from wherry.testing import run_ranks  # noqa: E402
-
+# Imports of transformers take seconds.
+pytestmark = pytest.mark.long
 VOCABULARY = 48
 
 
 def llama() -> tuple[Any, Any]:
+    transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
     return transformers.LlamaForCausalLM, transformers.LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, max_position_embeddings=32,
@@ -30,6 +37,7 @@ def llama() -> tuple[Any, Any]:
 
 
 def gpt2() -> tuple[Any, Any]:
+    transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
     return transformers.GPT2LMHeadModel, transformers.GPT2Config(
         vocab_size=VOCABULARY, n_embd=32, n_layer=3, n_head=4, n_positions=32, bos_token_id=0, eos_token_id=1,
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
@@ -37,6 +45,7 @@ def gpt2() -> tuple[Any, Any]:
 
 
 def mixtral() -> tuple[Any, Any]:
+    transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
     return transformers.MixtralForCausalLM, transformers.MixtralConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=40, num_hidden_layers=3, num_attention_heads=4,
         num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, max_position_embeddings=32,
@@ -44,6 +53,7 @@ def mixtral() -> tuple[Any, Any]:
 
 
 def t5() -> tuple[Any, Any]:
+    transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
     return transformers.T5ForConditionalGeneration, transformers.T5Config(
         vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4, dropout_rate=0.0,
         decoder_start_token_id=0,
@@ -55,11 +65,8 @@ FAMILIES = [llama, gpt2, mixtral, t5]
 
 def build(family: Any, seed: int = 0) -> nn.Module:
     model_class, config = family()
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        model = model_class(config)
-    model.config.use_cache = False
-    return model.train()
+    config.use_cache = False
+    return make_model(lambda: model_class(config), seed).train()
 
 
 def batch(step: int, micro: int, rank: int) -> dict[str, torch.Tensor]:
@@ -67,90 +74,47 @@ def batch(step: int, micro: int, rank: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
-def train_plain(model: nn.Module, ranks: int, accumulation: int, steps: int) -> Run:
-    model = copy.deepcopy(model)
-    optimizer, run = adamw(model.parameters()), Run()
-    for step in range(steps):
-        optimizer.zero_grad()
-        total = 0.0
-        for micro in range(accumulation):
-            for rank in range(ranks):
-                loss = model(**batch(step, micro, rank)).loss / (ranks * accumulation)
-                loss.backward()
-                total += float(loss.detach())
-        grads = [p.grad.double().square().sum() for p in model.parameters() if p.grad is not None]
-        run.norms.append(float(torch.stack(grads).sum().sqrt()))
-        optimizer.step()
-        run.losses.append(total)
-    run.weights = {name: p.detach().clone() for name, p in model.named_parameters()}
-    return run
-
-
-@pytest.mark.parametrize("checkpointing", ["off", "on", "reentrant"])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "checkpointing"),
+    [(llama, "reentrant"), (gpt2, "on"), (mixtral, "off"), (mixtral, "reentrant"), (t5, "on"), (t5, "off")],
+)
 def test_layer_major_training_equals_plain(family: Any, checkpointing: str) -> None:
-    model, ranks, accumulation, steps = build(family), 2, 3, 3
+    model: Any = build(family)
     if checkpointing != "off":
         arguments = {"use_reentrant": checkpointing == "reentrant"}
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=arguments)
-    plain = train_plain(model, ranks, accumulation, steps)
 
-    def body(comm: Comm) -> Run:
-        run, mine = Run(extra=[]), copy.deepcopy(model)
-        config = settings(3, accumulation, more={"wherry": {"accumulation": "layer_major"}})
-        engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), mesh=comm, config=config)
-        for step in range(steps):
-            comm.traffic.clear()
-            batches = iter([batch(step, micro, comm.rank) for micro in range(accumulation)])
-            run.losses.append(sum(comm.gather_objects(float(engine.train_batch(batches)))) / comm.size)
-            run.norms.append(engine.get_global_grad_norm())
-            calls = comm.traffic.calls
-            run.extra.append((calls["all_gather"], calls["reduce_scatter"], len(engine.units)))
-        with wherry.gathered(mine):
-            run.weights = {name: p.detach().clone() for name, p in mine.named_parameters()}
-        engine.close()
-        return run
+    def counts(engine: Any, step: int) -> tuple[int, ...]:
+        calls = engine.comm.traffic.calls
+        return calls["all_gather"], calls["reduce_scatter"], len(engine.units)
 
-    run = run_ranks(ranks, body)[0]
-    assert_close(run, plain, 5e-5)
+    common: dict[str, Any] = {"ranks": 2, "accumulation": 3, "steps": 3, "batch": batch}
+    own = {"wherry": {"accumulation": "layer_major"}}
+    run = train_engine(model, stage=3, by_window=True, config=own, each_step=counts, **common)
+    assert_close(run, train_plain(model, **common), 5e-5)
     gathers, reductions, units = run.extra[-1]
-    assert reductions <= units and gathers < accumulation * units, run.extra  # once for all micro-batches
+    assert reductions <= units and gathers < 3 * units, run.extra  # once for all micro-batches
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("files", ["one", "several"])
-def test_what_transformers_saves_loads(family: Any, files: str, tmp_path: Path) -> None:
-    other = build(family, seed=1)
+@pytest.mark.parametrize(
+    ("family", "files", "meta"),
+    [(llama, "one", True), (gpt2, "several", True), (mixtral, "several", False), (t5, "one", True)],
+)
+def test_files_of_transformers_are_loaded(family: Any, files: str, meta: bool, tmp_path: Path) -> None:
+    other: Any = build(family, seed=1)
     other.save_pretrained(tmp_path, max_shard_size="20KB" if files == "several" else "1GB")
     assert (len(list(tmp_path.glob("*.safetensors"))) > 1) == (files == "several")
     models = [build(family) for _ in range(2)]
 
-    def body(comm: Comm) -> None:
-        engine, *_ = wherry.initialize(model=models[comm.rank], config=settings(3), mesh=comm)
-        result = wherry.load_pretrained(engine, tmp_path)
-        assert not result.missing and not result.unexpected
-        state = engine.module.state_dict()
-        for name, value in other.state_dict().items():
-            assert torch.equal(state[name], value), name
-
-    run_ranks(2, body)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_what_transformers_saves_loads_into_a_model_on_the_meta_device(family: Any, tmp_path: Path) -> None:
-    other = build(family, seed=1)
-    other.save_pretrained(tmp_path)
-
     def body(comm: Comm) -> float:
         model_class, config = family()
         with wherry.Init(meta=True):
-            model = model_class(config)
-        result = wherry.load_pretrained(model, tmp_path)
-        assert not result.missing and not result.unexpected
+            model = model_class(config) if meta else models[comm.rank]
+        result = wherry.load_pretrained(model, tmp_path) if meta else None
         engine, *_ = wherry.initialize(model=model, config=settings(3), mesh=comm)
-        state = engine.module.state_dict()
-        for name, value in other.state_dict().items():
-            assert torch.equal(state[name], value), name
+        result = result or wherry.load_pretrained(engine, tmp_path)
+        assert not result.missing and not result.unexpected
+        assert_same(engine.module.state_dict(), other.state_dict())
         return float(engine(**batch(0, 0, 0)).loss.detach())
 
     expected = float(other(**batch(0, 0, 0)).loss.detach())
@@ -163,8 +127,7 @@ def test_built_with_init_and_on_the_meta_device(family: Any) -> None:
     with wherry.Init(settings(3)):
         model = build(family)
     engine, *_ = wherry.initialize(model=model, config=settings(3))
-    for name, value in engine.module.state_dict().items():
-        assert torch.equal(value, plain.state_dict()[name]), name
+    assert_same(engine.module.state_dict(), plain.state_dict())
     engine.close()
     model_class, config = family()
     with torch.device("meta"):
@@ -187,8 +150,8 @@ def test_a_base_models_file_in_a_model_with_a_head(tmp_path: Path) -> None:
     assert torch.equal(engine.module.state_dict()["model.norm.weight"], other.model.norm.weight)
 
 
-def test_adapters_around_what_files_have_begin_without_effect(tmp_path: Path) -> None:
-    """PEFT names the parameters anew, and draws one of its two matrices as zeros."""
+def test_adapters_around_loaded_weights_begin_without_effect(tmp_path: Path) -> None:
+    """Load before PEFT renames parameters, and draws one of its two matrices as zeros."""
     peft = pytest.importorskip("peft", reason="the extra `peft` is not installed")
     other = build(llama, seed=1)
     other.save_pretrained(tmp_path)
@@ -208,28 +171,20 @@ def test_adapters_around_what_files_have_begin_without_effect(tmp_path: Path) ->
     assert run_ranks(2, body) == pytest.approx([expected] * 2, rel=1e-5)
 
 
-def _built_and_trained(rank: int) -> tuple[dict[str, torch.Tensor], float]:
-    for _ in range(4):  # what a backend still holds after a collective differs from time to time
+def _build_and_train(rank: int) -> tuple[dict[str, torch.Tensor], float]:
+    for _ in range(4):  # memory that a backend holds after a collective varies
         with wherry.Init(settings(3)):
             model = build(llama, seed=rank)
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(3))
+    engine, *_ = wherry.initialize(model=model, optimizer=adamw, config=settings(3))
     state = engine.module.state_dict()
-    loss = engine(**batch(0, 0, 0)).loss
-    engine.backward(loss)
-    engine.step()
+    losses = train(engine, 1, batch=lambda *_: batch(0, 0, 0))
     engine.close()
-    return state, float(loss.detach())
+    return state, losses[0]
 
 
-def test_built_with_init_in_two_processes() -> None:
+def test_built_with_init_in_two_processes(warm: Any) -> None:
     plain = build(llama)
     expected = float(plain(**batch(0, 0, 0)).loss.detach())
-    pool = Pool(2)
-    try:
-        answers = pool.run(_built_and_trained)
-    finally:
-        pool.close()
-    for state, loss in answers:
-        for name, value in plain.state_dict().items():
-            assert torch.equal(state[name], value), name
+    for state, loss in warm(2).run(_build_and_train):
+        assert_same(state, plain.state_dict())
         assert loss == pytest.approx(expected, rel=1e-5)

@@ -1,4 +1,4 @@
-"""Checkpoints as somebody might make them who means harm: a whole one, changed, with checksums that match again."""
+"""Hostile checkpoints: a whole one that is changed, with checksums that match again."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def engine_of(steps: int, seed: int = 0, more: dict[str, Any] | None = None) -> 
 
 
 def everything(engine: Any) -> bytes:
-    """All that a load may change, to the bit."""
+    """A digest of everything that a load may change."""
     digest = hashlib.sha256()
     for name, tensor in engine.module.state_dict().items():
         digest.update(name.encode() + (tensor.numpy().tobytes() if isinstance(tensor, torch.Tensor) else b""))
@@ -72,7 +72,7 @@ def everything(engine: Any) -> bytes:
 
 
 class Forgery:
-    """A checkpoint taken apart: change it, then `write` it."""
+    """A checkpoint in memory: change it, then `write` it."""
 
     def __init__(self, source: Path) -> None:
         self.manifest: dict[str, Any] = json.loads((source / "manifest.json").read_text())

@@ -19,7 +19,7 @@ from tests.security.forgery import CLIENT_STATE, Forgery, engine_of, everything
 from wherry.checkpoint.errors import CheckpointError
 from wherry.errors import WherryError
 
-CASES = int(os.environ.get("WHERRY_FUZZ", "60"))
+CASES = int(os.environ.get("WHERRY_FUZZ", "15"))
 
 NUMBERS = [0, 1, -1, 2, 3, 4, 15, 16, 17, 63, 64, 65, 4096, 1 << 31, 1 << 53, 1 << 63, 10**24, 0.5, -0.0, 1e300, True]
 WORDS = ["", "a", "..", "../x", "/dev/zero", "\0", "\ud800", "$", "weight", "master", "exp_avg", "F32", "BF16", "int64"]

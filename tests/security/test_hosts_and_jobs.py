@@ -1,6 +1,7 @@
-"""Hostfiles, counts, words of job files and what stands in a store: each is refused in a line, or does no harm."""
+"""Hostfiles, counts, words of job files and values of a store: each is refused in a line, or does no harm."""
 
 import base64
+import hmac
 import os
 import pickle
 import re
@@ -8,7 +9,6 @@ import socket
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from pathlib import Path
 
 import psutil
 import pytest
@@ -27,265 +27,123 @@ from wherry.cli.supervise import passed_on
 from wherry.errors import WherryError
 from wherry.parallel.hostfile import read_hostfile, select
 
-# Hostfiles.
+HUGE = 10**24
+
+# Hostfiles. Other kinds of lines are in test_refusals.
 
 LINES = [
-    # An option of ssh's is no host.
-    (b"-oProxyCommand=x slots=1", "expected a host's name or address"),
-    (b"-lroot slots=1", "expected a host's name or address"),
-    (b"--help slots=1", "expected a host's name or address"),
-    (b"a;reboot slots=1", "expected a host's name or address"),
-    (b"$(reboot) slots=1", "expected a host's name or address"),
-    (b"`reboot` slots=1", "expected a host's name or address"),
-    (b"a|b slots=1", "expected a host's name or address"),
-    (b"a&b slots=1", "expected a host's name or address"),
-    (b"a>b slots=1", "expected a host's name or address"),
-    (b"a'b slots=1", "expected a host's name or address"),
-    (b'a"b slots=1', "expected a host's name or address"),
-    (b"a\\b slots=1", "expected a host's name or address"),
-    (b"a/b slots=1", "expected a host's name or address"),
-    (b"../a slots=1", "expected a host's name or address"),
-    (b"a\x00b slots=1", "expected a host's name or address"),
-    (b"a\x1b[2Jb slots=1", "expected a host's name or address"),
-    (b"a\x7f slots=1", "expected a host's name or address"),
-    ("\u202ealpha slots=1".encode(), "expected a host's name or address"),
-    ("\u0430lpha slots=1".encode(), "expected a host's name or address"),
-    (b"@a slots=1", "expected a host's name or address"),
-    (b"." * 300 + b" slots=1", "expected a host's name or address"),
-    (b"a" * 256 + b" slots=1", "expected a host's name or address"),
-    # More than a machine has.
-    (b"a slots=0", "slots: expected a number from 1 to 1024, got '0'"),
-    (b"a slots=00", "slots: expected a number from 1 to 1024"),
-    (b"a slots=-1", "slots: expected a number from 1 to 1024"),
-    (b"a slots=+1", "slots: expected a number from 1 to 1024"),
-    (b"a slots=1025", "slots: expected a number from 1 to 1024"),
-    (b"a slots=1" + b"0" * 24, "slots: expected a number from 1 to 1024"),
-    (b"a slots=" + b"9" * 5000, "slots: expected a number from 1 to 1024, got '9999"),
-    (b"a slots=1e3", "slots: expected a number from 1 to 1024"),
-    (b"a slots=0x10", "slots: expected a number from 1 to 1024"),
-    (b"a slots=1_0", "slots: expected a number from 1 to 1024"),
-    (b"a slots=1.5", "slots: expected a number from 1 to 1024"),
-    (b"a slots=nan", "slots: expected a number from 1 to 1024"),
-    ("a slots=\u00b2".encode(), "slots: expected a number from 1 to 1024"),
-    ("a slots=\u0663".encode(), "slots: expected a number from 1 to 1024"),
-    # What is no such line.
-    (b"a", "expected `name slots=N`"),
-    (b"a slots", "expected `name slots=N`"),
-    (b"a slots=", "expected `name slots=N`"),
-    (b"slots=2", "expected `name slots=N`"),
-    (b"a b slots=2", "expected `name slots=N`"),
-    (b"a slots=2 slots=3", "expected `name slots=N`"),
+    *[(line, "expected a host's name or address") for line in (
+        b"-lroot", b"--help", b"`reboot`", b"a|b", b"a&b", b"a>b", b"a'b", b'a"b', b"a\\b", b"a/b", b"../a", b"a\x00b",
+        b"a\x1b[2Jb", b"a\x7f", "\u202ealpha".encode(), b"@a", b"." * 300, b"a" * 256, b"$(x)",
+        "\u0430lpha".encode(), b"-oProxyCommand=x", b"a;reboot",
+    )],
+    *[(b"a slots=" + count, "slots: expected a number from 1 to 1024") for count in (
+        b"0", b"00", b"1025", b"1_0", b"-1", b"+1", b"1" + b"0" * 24, b"1e3", b"0x10", b"1.5", b"nan",
+        "\u00b2".encode(), b"9" * 5000,
+    )],
+    *[(line, "expected `name slots=N`") for line in (b"slots=2", b"a slots", b"a b slots=2", b"{json: true}")],
     (b"a gpus=2", "expected `name slots=N`"),
-    (b"{json: true}", "expected `name slots=N`"),
     (b"x" * 100_000, "expected `name slots=N`"),
     (b"good slots=3", "good stands in the file twice"),
-    # What is no text.
     (b"\xff\xfea slots=1", "expected text in UTF-8, got the byte 0xff"),
-    (b"a\xc3 slots=1", "expected text in UTF-8, got the byte 0xc3"),
-    (b"\x80\x04\x95 slots=1", "expected text in UTF-8, got the byte 0x80"),
+]  # fmt: skip
+
+
+def test_a_line_that_names_no_host_is_told_with_its_place(tmp_path):
+    path = tmp_path / "hosts"
+    for line, words in LINES:
+        line += b" slots=1" * ("name or" in words)
+        path.write_bytes(b"# comment\ngood slots=2\n" + line + b"\nlast slots=1\n")
+        with pytest.raises(WherryError, match=re.escape(f"{path}:3: ") + ".*" + re.escape(words)) as told:
+            read_hostfile(str(path))
+        assert len(str(told.value)) < 400 and "\n" not in str(told.value)
+
+
+def test_what_ssh_takes_for_a_host_is_one(tmp_path):
+    names = ["a", "node-1.example.org", "me@node_2", "10.0.0.1", "fe80::1%eth0", "[::1]", "::1", "a" * 255]
+    (tmp_path / "hosts").write_text("".join(f"{name} slots=1024\r\n" for name in names))
+    hosts = read_hostfile(str(tmp_path / "hosts"))
+    assert [host.name for host in hosts] == names and {len(host.slots) for host in hosts} == {1024}
+    assert hosts[0].slots is hosts[-1].slots  # the longest file takes little memory
+
+
+SELECTIONS = [
+    ("a:\u00b2", "expected host:0,1 with numbers of slots"),
+    ("a:" + "9" * 5000, "expected host:0,1 with numbers of slots"),
+    ("a:0,", "expected host:0,1 with numbers of slots"),
+    ("a:-1", "expected host:0,1 with numbers of slots"),
+    ("a:999999999", "a has no slot 999999999"),
+    ("-oProxyCommand=x", "unknown host '-oProxyCommand=x'"),
+    ("a\x1b[2J", r"unknown host 'a\x1b[2J'"),
+    ("a@@a", "unknown host ''"),
+    ("x" * 100_000, "unknown host 'xxx"),
 ]
 
 
-@pytest.mark.parametrize(("line", "words"), LINES, ids=lambda value: repr(value)[:40])
-def test_a_line_that_names_no_host_is_told_with_its_place(tmp_path, line, words):
-    path = tmp_path / "hosts"
-    path.write_bytes(b"# comment\ngood slots=2\n" + line + b"\nlast slots=1\n")
-    with pytest.raises(WherryError, match=re.escape(f"{path}:3: ") + ".*" + re.escape(words)) as told:
-        read_hostfile(str(path))
-    assert len(str(told.value)) < 400 and "\n" not in str(told.value)
-
-
-@pytest.mark.parametrize(
-    "name", ["a", "node-1.example.org", "me@node_2", "10.0.0.1", "fe80::1%eth0", "[::1]", "::1", "a" * 255]
-)
-def test_what_ssh_takes_for_a_host_is_one(tmp_path, name):
-    (tmp_path / "hosts").write_text(f"{name} slots=1024\r\n")
-    (host,) = read_hostfile(str(tmp_path / "hosts"))
-    assert (host.name, len(host.slots)) == (name, 1024)
-
-
-def _fifo(path):
-    os.mkfifo(path)
-
-
-def _socket(path):
-    with socket.socket(socket.AF_UNIX) as bound:
-        bound.bind(str(path))
-
-
-def _long(path):
-    with open(path, "wb") as file:
-        file.truncate(1 << 40)
-
-
-FILES = [
-    (_fifo, "a FIFO, expected a regular file"),
-    (_socket, "a socket, expected a regular file"),
-    (Path.mkdir, "a directory, expected a regular file"),
-    (lambda path: path.symlink_to("/dev/zero"), "a device, expected a regular file"),
-    (lambda path: path.symlink_to(path), "symbolic links"),
-    (lambda path: path.symlink_to("nowhere"), "there is no such file"),
-    (lambda path: None, "there is no such file"),
-    (_long, "longer than the 1,048,576 bytes"),
-    (lambda path: path.write_bytes(b"a slots=1\n" * 110_000), "longer than the 1,048,576 bytes"),
-    (Path.touch, "the file names no host"),
-    (lambda path: path.write_bytes(b"#" * 1000), "the file names no host"),
-]
-
-
-@pytest.mark.parametrize(("make", "words"), FILES)
-def test_what_is_no_hostfile_is_not_read(tmp_path, make, words):
-    path = tmp_path / "hosts"
-    make(path)
-    with pytest.raises(WherryError, match=f"{re.escape(str(path))}: .*({words})"):
-        read_hostfile(str(path))
-
-
-def test_the_longest_hostfile_takes_no_time_or_room(tmp_path):
-    path = tmp_path / "hosts"
-    path.write_text("".join(f"n{number} slots=1024\n" for number in range(50_000)))
-    hosts = read_hostfile(str(path))
-    assert len(hosts) == 50_000 and hosts[0].slots is hosts[-1].slots
-
-
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("a:\u00b2", "expected host:0,1 with numbers of slots"),
-        ("a:1" + "0" * 24, "expected host:0,1 with numbers of slots"),
-        ("a:" + "9" * 5000, "expected host:0,1 with numbers of slots"),
-        ("a:0,", "expected host:0,1 with numbers of slots"),
-        ("a:", "expected host:0,1 with numbers of slots"),
-        ("a:-1", "expected host:0,1 with numbers of slots"),
-        ("a:0-3", "expected host:0,1 with numbers of slots"),
-        ("a:999999999", "a has no slot 999999999"),
-        ("-oProxyCommand=x", "unknown host '-oProxyCommand=x'"),
-        ("a\x1b[2J", r"unknown host 'a\x1b[2J'"),
-        ("@", "unknown host ''"),
-        ("a@@a", "unknown host ''"),
-        ("x" * 100_000, "unknown host 'xxx"),
-    ],
-    ids=lambda value: repr(value)[:40],
-)
 @pytest.mark.parametrize("flag", ["include", "exclude"])
-def test_a_selection_of_what_is_not_there_is_told(tmp_path, flag, text, words):
+def test_a_selection_of_what_is_not_there_is_told(tmp_path, flag):
     (tmp_path / "hosts").write_text("a slots=2\n")
     hosts = read_hostfile(str(tmp_path / "hosts"))
-    with pytest.raises(WherryError, match=f"--{flag} .*{re.escape(words)}") as told:
-        select(hosts, **{"include": "", "exclude": "", flag: text})
-    assert len(str(told.value)) < 400
+    for text, words in SELECTIONS:
+        with pytest.raises(WherryError, match=f"--{flag} .*{re.escape(words)}") as told:
+            select(hosts, **{"include": "", "exclude": "", flag: text})
+        assert len(str(told.value)) < 400
 
 
 # Counts and ports.
 
+PER_NODE = "--nproc-per-node: expected a number from 1 to 1024"
+MACHINES = "--nnodes: expected a number of machines up to 65,536"
 NUMBERS = [
-    (("--num_gpus", 10**9), "--num_gpus: expected a number from 1 to 1024"),
-    (("--num_gpus", 10**24), "--num_gpus: expected a number from 1 to 1024"),
+    (("--num_gpus", HUGE), "--num_gpus: expected a number from 1 to 1024"),
     (("--nproc", 1025), "--nproc: expected a number from 1 to 1024"),
-    (("--nproc", -(10**24)), "--nproc: expected a number from 1 to 1024"),
-    (("--nproc-per-node", "1" + "0" * 24), "--nproc-per-node: expected a number from 1 to 1024"),
-    (("--nproc-per-node", "9" * 5000), "--nproc-per-node: expected a number from 1 to 1024"),
-    (("--nproc-per-node", "\u00b2"), "--nproc-per-node: expected a number from 1 to 1024"),
-    (("--nproc-per-node", "1.5"), "--nproc-per-node: expected a number from 1 to 1024"),
-    (("--nproc-per-node", ""), "--nproc-per-node: expected a number from 1 to 1024"),
+    (("--nproc", -HUGE), "--nproc: expected a number from 1 to 1024"),
+    (("--nproc-per-node", HUGE), PER_NODE),
+    (("--nproc-per-node", "9" * 5000), PER_NODE),
+    (("--nproc-per-node", ""), PER_NODE),
     (("--nproc-per-node", "many"), "Unsupported nproc_per_node value: many"),
-    (("--num_nodes", 10**9), "--nnodes: expected a number of machines up to 65,536"),
-    (("--nnodes", 10**24), "--nnodes: expected a number of machines up to 65,536"),
-    (("--nnodes", "1:1" + "0" * 24), "--nnodes: expected a number of machines up to 65,536"),
-    (("--nnodes", "\u00b2"), "--nnodes: expected a number of machines up to 65,536"),
-    (("--nnodes", "9" * 5000), "--nnodes: expected a number of machines up to 65,536"),
-    (("--nnodes", "1:"), "--nnodes: expected a number of machines up to 65,536"),
+    (("--nnodes", HUGE), MACHINES),
+    (("--nnodes", f"1:{HUGE}"), MACHINES),
+    (("--nnodes", "1:"), MACHINES),
     (("--nnodes", "2:1", "--master_addr", "localhost"), "min_nodes"),
     (
         ("--num_nodes", 2, "--master_addr", "x", "--node_rank", 2),
-        "--node_rank: expected 0 to 1 of --num_nodes 2, got 2",
+        "--node_rank: expected 0 to 1 of --num_nodes 2, got",
     ),
     (("--num_nodes", 2, "--master_addr", "x", "--node_rank", -1), "--node_rank: expected 0 to 1"),
-    (("--node_rank", 10**24), "--node_rank: expected 0 to 0 of --num_nodes 1"),
+    (("--node_rank", HUGE), "--node_rank: expected 0 to 0 of --num_nodes 1"),
     (("--ssh_port", 0), "--ssh_port: expected a port from 1 to 65535, got 0"),
-    (("--ssh_port", -22), "--ssh_port: expected a port from 1 to 65535"),
     (("--ssh_port", 65536), "--ssh_port: expected a port from 1 to 65535"),
     (("--master_port", -1), "--master_port: expected a port from 0 to 65535"),
-    (("--master_port", 10**24), "--master_port: expected a port from 0 to 65535"),
+    (("--master_port", HUGE), "--master_port: expected a port from 0 to 65535"),
     (("--include", "localhost:0", "--nproc", 10**9), "--nproc: expected a number from 1 to 1024"),
     (("--hostfile", "hosts", "--forward", "NOT_SET_HERE"), "--forward NOT_SET_HERE: there is no such variable"),
     (("--rdzv_endpoint", "localhost:99999"), "run: The port number of the rendezvous endpoint"),
-    (("--rdzv_endpoint", "localhost:x"), "run: The port number of the rendezvous endpoint"),
     (("--rdzv_endpoint", "$(x):1"), "run: The hostname of the rendezvous endpoint"),
 ]
 
 
-@pytest.mark.parametrize(("flags", "words"), NUMBERS, ids=lambda value: repr(value)[:60])
-def test_counts_and_ports_that_cannot_be_are_told(tmp_path, monkeypatch, flags, words):
+def test_counts_and_ports_that_cannot_be_are_told(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for name in ("OMP_NUM_THREADS", "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "WHERRY_LAUNCHER_PID"):
         monkeypatch.setenv(name, "1")
     (tmp_path / "hosts").write_text("a slots=1\n")
     (tmp_path / "train.py").touch()
-    with pytest.raises(WherryError, match=re.escape(words)):
-        main([*map(str, flags), "train.py"])
+    for flags, words in NUMBERS:
+        with pytest.raises(WherryError, match=re.escape(words)):
+            main([*map(str, flags), "train.py"])
 
 
 # Job files.
 
 WORDS = [
-    "two words",
-    "a\n#SBATCH --wrap=reboot",
-    "a\n\n#SBATCH --wrap=reboot\n",
-    "\n",
-    "a\r\nb",
-    "a\rb",
-    "'",
-    "a'\n'b",
-    "a\\'\nb\\",
-    '"; reboot; "',
-    "$(reboot)",
-    "`reboot`",
-    "${IFS}",
-    "a\nEOF\n",
-    "$(HOME)",
-    "$$(HOME)",
-    "$$$(HOME)",
-    "$$",
-    "$",
-    "a$",
-    "$(",
-    "$(a$(b))",
-    "$$$$",
-    "- a\n- b",
-    "a: b",
-    "a\n  image: evil",
-    "--- \n",
-    "&a *a",
-    "!!python/object/apply:os.system [reboot]",
-    "{a: b}",
-    "# comment",
-    "%YAML 2.0",
-    "1e3",
-    "0x10",
-    "0o7",
-    "yes",
-    "off",
-    "null",
-    "~",
-    "=",
-    "<<",
-    "2024-01-01",
-    "1_000",
-    ".inf",
-    "",
-    " a ",
-    "\t",
-    "\x1b]0;title\x07",
-    "\x1b[2J",
-    "\x01\x7f\x85",
-    "\u2028a\u2029",
-    "\ufeffa",
-    "\u202ea",
-    "é漢😀",
-    "%j%x",
-    "x" * 5000,
-]
+    "two words", "a\n#SBATCH --wrap=reboot", "a\n\n#SBATCH --wrap=reboot\n", "\n", "a\r\nb", "a\rb", "'", "a'\n'b",
+    "a\\'\nb\\", '"; reboot; "', "$(reboot)", "`reboot`", "${IFS}", "a\nEOF\n", "$(HOME)", "$$(HOME)", "$$$(HOME)",
+    "$$", "$", "a$", "$(", "$(a$(b))", "$$$$", "- a\n- b", "a: b", "a\n  image: evil", "--- \n", "&a *a", "{a: b}",
+    "# comment", "!!python/object/apply:os.system [reboot]", "%YAML 2.0", "1e3", "0x10", "0o7", "yes", "off", "null",
+    "~", "=", "<<", "2024-01-01", "1_000", ".inf", "", " a ", "\t", "\x1b]0;title\x07", "\x1b[2J", "\x01\x7f\x85",
+    "\u2028a\u2029", "\ufeffa", "\u202ea", "é漢😀", "%j%x", "x" * 5000,
+]  # fmt: skip
 
 
 def _in_a_shell(text):
@@ -305,7 +163,7 @@ def _emitted(capsys, scheduler, *flags, script="train.py", words=WORDS):
     return capsys.readouterr().out
 
 
-def test_words_of_a_slurm_job_are_one_line_and_arrive_as_they_are(capsys):
+def test_words_of_a_slurm_job_are_one_line_and_arrive_as_they_are(capsys, launched):
     text = _emitted(capsys, "slurm")
     assert [line for line in text.splitlines() if line.startswith("#SBATCH")] == [
         "#SBATCH --job-name=train",
@@ -319,18 +177,18 @@ def test_words_of_a_slurm_job_are_one_line_and_arrive_as_they_are(capsys):
     assert _in_a_shell(last) == ["train.py", *WORDS]
 
 
-@pytest.mark.parametrize("word", WORDS, ids=lambda word: repr(word)[:30])
-def test_a_word_of_a_kubernetes_job_arrives_as_it_is(capsys, word):
-    text = _emitted(capsys, "k8s", words=[word])
-    assert [line for line in text.splitlines() if not line.isprintable()] == []
-    trainer = yaml.safe_load(text)["spec"]["trainer"]
-    assert [_by_kubernetes(found) for found in trainer["command"]] == ["torchrun", "train.py", word]
-    assert (trainer["image"], trainer["numNodes"]) == ("IMAGE", 1)
-    # Readers differ in what they take for text when it stands without quotes.
-    assert all(line.strip()[2] == '"' for line in text.splitlines() if line.strip().startswith("- "))
+def test_a_word_of_a_kubernetes_job_arrives_as_it_is(capsys):
+    for word in WORDS:
+        text = _emitted(capsys, "k8s", words=[word])
+        assert [line for line in text.splitlines() if not line.isprintable()] == []
+        trainer = yaml.safe_load(text)["spec"]["trainer"]
+        assert [_by_kubernetes(each) for each in trainer["command"]] == ["torchrun", "train.py", word]
+        assert (trainer["image"], trainer["numNodes"]) == ("IMAGE", 1)
+        # Readers differ in what they take for text when it stands without quotes.
+        assert all(line.strip()[2] == '"' for line in text.splitlines() if line.strip().startswith("- "))
 
 
-def test_words_of_a_sky_job_arrive_as_they_are(capsys):
+def test_words_of_a_sky_job_arrive_as_they_are(capsys, launched):
     job = yaml.safe_load(_emitted(capsys, "sky", "--install", "https://example.org/w.whl"))
     assert set(job) == {"name", "num_nodes", "workdir", "resources", "setup", "run"}
     last = job["run"].split("--master-port=29500 \\\n")[1]
@@ -338,25 +196,24 @@ def test_words_of_a_sky_job_arrive_as_they_are(capsys):
     assert _in_a_shell(last) == ["train.py", *WORDS]
 
 
-@pytest.mark.parametrize(
-    ("script", "name"),
-    [
-        ("a\n#SBATCH --wrap=reboot.py", "a-sbatch---wrap-reboot"),
-        ("$(reboot).py", "reboot"),
-        ('a"; image: evil.py', "a-image-evil"),
-        ("-.py", "wherry"),
-        ("é漢.py", "wherry"),
-        ("\x1b[2J.py", "2j"),
-        ("x" * 500 + ".py", "x" * 63),
-        ("x" * 62 + "-y.py", "x" * 62),
-    ],
-)
-def test_the_name_of_a_job_is_plain(capsys, script, name):
-    words = ["--", script] if script.startswith("-") else [script]
-    assert main(["--emit", "slurm", *words]) == 0
-    assert f"#SBATCH --job-name={name}\n" in capsys.readouterr().out
-    assert main(["--emit", "k8s", *words]) == 0
-    assert yaml.safe_load(capsys.readouterr().out)["metadata"]["name"] == name
+NAMES = [
+    ("a\n#SBATCH --wrap=reboot.py", "a-sbatch---wrap-reboot"),
+    ("$(reboot).py", "reboot"),
+    ('a"; image: evil.py', "a-image-evil"),
+    ("-.py", "wherry"),
+    ("\x1b[2J.py", "2j"),
+    ("x" * 500 + ".py", "x" * 63),
+    ("x" * 62 + "-y.py", "x" * 62),
+]
+
+
+def test_the_name_of_a_job_is_plain(capsys):
+    for script, name in NAMES:
+        words = ["--", script] if script.startswith("-") else [script]
+        assert main(["--emit", "slurm", *words]) == 0
+        assert f"#SBATCH --job-name={name}\n" in capsys.readouterr().out
+        assert main(["--emit", "k8s", *words]) == 0
+        assert yaml.safe_load(capsys.readouterr().out)["metadata"]["name"] == name
 
 
 @pytest.mark.parametrize("scheduler", ["slurm", "k8s", "sky"])
@@ -366,7 +223,7 @@ def test_a_word_that_is_no_text_is_refused(scheduler):
 
 
 @pytest.mark.parametrize("where", ["https://example.org/w.whl\nreboot", "https://example.org/$(reboot)"])
-def test_where_a_job_installs_from_is_one_word(capsys, where):
+def test_where_a_job_installs_from_is_one_word(capsys, where, launched):
     for scheduler in ("slurm", "sky"):
         text = _emitted(capsys, scheduler, "--install", where, words=[])
         text = yaml.safe_load(text)["setup"] if scheduler == "sky" else text
@@ -378,20 +235,18 @@ def test_where_a_job_installs_from_is_one_word(capsys, where):
 
 # What is handed on to other machines.
 
+SECRETS = """HF_TOKEN HF_HUB_TOKEN WHERRY_RUN_SECRET WHERRY_API_KEY HF_PASSWORD PYTHON_PASSWD TORCH_CREDENTIALS wherry
+    HOME AWS_SECRET_ACCESS_KEY HUGGING_FACE_HUB_TOKEN WANDB_API_KEY SSH_AUTH_SOCK NCCL_my_secret"""
+SETTINGS = "NCCL_IB_PKEY HF_HOME PYTHONPATH WHERRY_X GLOO_X OMP_NUM_THREADS"
 
-@pytest.mark.parametrize(
-    ("name", "is_handed_on"),
-    [
-        *[(name, False) for name in ("HF_TOKEN", "HF_HUB_TOKEN", "WHERRY_RUN_SECRET", "WHERRY_API_KEY", "HF_PASSWORD")],
-        *[(name, False) for name in ("PYTHON_PASSWD", "TORCH_CREDENTIALS", "wherry", "AWS_SECRET_ACCESS_KEY", "HOME")],
-        *[(name, False) for name in ("HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "SSH_AUTH_SOCK", "NCCL_my_secret")],
-        *[(name, True) for name in ("NCCL_IB_PKEY", "HF_HOME", "PYTHONPATH", "WHERRY_X", "GLOO_X", "OMP_NUM_THREADS")],
-    ],
-)
-def test_what_is_named_like_a_secret_stays_unless_asked_for(monkeypatch, capsys, name, is_handed_on):
-    monkeypatch.setenv(name, "hidden")
-    assert (passed_on([]).get(name) == "hidden") is is_handed_on
-    assert passed_on([name])[name] == "hidden"
+
+def test_what_is_named_like_a_secret_stays_unless_asked_for(monkeypatch, capsys):
+    for names, is_handed_on in ((SECRETS, False), (SETTINGS, True)):
+        for name in names.split():
+            monkeypatch.setenv(name, "hidden")
+            assert (passed_on([]).get(name) == "hidden") is is_handed_on, name
+            assert passed_on([name])[name] == "hidden"
+            monkeypatch.undo()
     assert "hidden" not in capsys.readouterr().err
 
 
@@ -411,21 +266,16 @@ class Runs:
 
 
 def _signed(state, secret):
-    return rendezvous.SignedState(None, secret)._signature(state) + state
+    return hmac.digest(secret.encode(), state, "sha256") + state
 
 
 STATES = {
     "as torch writes it": lambda state: state,
     "signed with another secret": lambda state: _signed(state, "another's"),
-    "signed with none": lambda state: _signed(state, ""),
-    "with a signature of zeros": lambda state: bytes(32) + state,
     "with the signature of something else": lambda state: _signed(b"else", SECRET)[:32] + state,
-    "with something before what is signed": lambda state: state + _signed(b"else", SECRET),
     "with something behind what is signed": lambda state: _signed(b"else", SECRET) + state,
     "with a signature of half the length": lambda state: _signed(state, SECRET)[:16] + state,
-    "without a state": lambda state: _signed(state, SECRET)[:32],
     "nothing": lambda state: b"",
-    "a byte": lambda state: b"x",
 }
 
 
@@ -449,16 +299,16 @@ def _secret(monkeypatch):
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "0")
 
 
-@pytest.mark.parametrize("kind", STATES)
-def test_a_state_that_is_not_signed_is_never_unpickled(tmp_path, _secret, kind):
-    state = STATES[kind](pickle.dumps(Runs(tmp_path)))
+def test_a_state_that_is_not_signed_is_never_unpickled(tmp_path, _secret):
     handler = _meeting(0, read_timeout=5)
     other = TCPStore("127.0.0.1", _port_of(handler), is_master=False, timeout=timedelta(seconds=5))
-    other.set("torch.rendezvous.run", base64.b64encode(state).decode())
-    for ask in (handler.next_rendezvous, handler.num_nodes_waiting, handler.is_closed, handler.set_closed):
-        with pytest.raises(RendezvousStateError, match=f"not signed with this machine's {rendezvous.SECRET}"):
-            ask()
-    assert not handler.shutdown() and not (tmp_path / "ran").exists()
+    for kind, forged in STATES.items():
+        other.set("torch.rendezvous.run", base64.b64encode(forged(pickle.dumps(Runs(tmp_path)))).decode())
+        for ask in (handler.is_closed, *([handler.next_rendezvous] if kind == "as torch writes it" else [])):
+            with pytest.raises(RendezvousStateError, match=f"not signed with this machine's {rendezvous.SECRET}"):
+                ask()
+        assert not (tmp_path / "ran").exists(), kind
+    assert not handler.shutdown()
 
 
 def test_machines_that_share_a_secret_number_themselves(_secret):
@@ -479,11 +329,11 @@ def test_machines_that_number_themselves_need_a_secret(monkeypatch, secret):
         _meeting(0)
 
 
-@pytest.mark.parametrize("said", [b"", b"one", b"one two", b"a 1 2", b"a \xff", b"\xff 1", pickle.dumps(0)])
-def test_a_place_that_is_none_is_refused(said):
+@pytest.mark.parametrize("place", [b"", b"one two", b"a 1 2", b"a \xff", pickle.dumps(0)])
+def test_a_place_that_is_none_is_refused(place):
     first = _meeting(0, rank=0, timeout=5)
     first.next_rendezvous()
-    PrefixStore("run/1", first._store).set("ranks", said)
+    PrefixStore("run/1", first._store).set("ranks", place)
     with pytest.raises(RendezvousStateError, match="expected an address and a port"):
         _meeting(_port_of(first), rank=1, timeout=5).next_rendezvous()
 

@@ -1,8 +1,8 @@
-"""What ranks that run show of themselves, and what is told of one that does not answer."""
+"""What running ranks show of themselves, and the error of one that does not answer."""
 
 import json
 
-from tests.cli.programs import WRITE_PID, fleet, gone, launched, pids_in, script, wherry
+from tests.cli.programs import WRITE_PID, fleet, gone, pids_in, script
 
 # The second attempt trains, and each rank says where it, and the launcher that has started it, listen.
 LISTENS = """
@@ -23,8 +23,8 @@ torch.distributed.barrier()
 """
 
 
-def test_a_job_of_one_machine_listens_on_the_loopback_alone(tmp_path):
-    done = launched("run", "--nproc", 2, "--max-restarts", 1, script(tmp_path, LISTENS))
+def test_a_job_of_one_machine_listens_on_the_loopback_alone(tmp_path, launched):
+    done = launched.launched("run", "--nproc", 2, "--max-restarts", 1, script(tmp_path, LISTENS))
     assert done.returncode == 0, done.stderr
     seen = [json.loads(path.read_text()) for path in tmp_path.glob("*.seen")]
     assert len(seen) == 2
@@ -48,14 +48,14 @@ print(json.dumps([shown, told]))
 """
 
 
-def test_no_setting_stands_on_a_command_line_and_secrets_go_only_where_asked(tmp_path):
+def test_no_setting_stands_on_a_command_line_and_secrets_go_only_where_asked(tmp_path, launched):
     setting = "hidden-setting\n'$(x)'"
     # What stands in for ssh hands nothing of this environment on.
     flags = fleet(tmp_path)
     (tmp_path / "ssh").write_text('#!/bin/sh\nshift\nexec env -i PATH="$PATH" sh -c "$*"\n')
     secrets = dict.fromkeys(("MY_TOKEN", "HF_TOKEN", "WHERRY_KEY"), "hidden-secret")
     words = ("run", *flags, "--forward", "MY_TOKEN", script(tmp_path, PROCESSES))
-    done = wherry(*words, cwd=tmp_path, NCCL_TEST=setting, **secrets)
+    done = launched.wherry(*words, cwd=tmp_path, NCCL_TEST=setting, **secrets)
     assert done.returncode == 0, done.stdout + done.stderr
     seen = json.dumps([[], [setting, "hidden-secret", None, None]])
     assert sorted(done.stdout.splitlines()) == [f"[alpha] {seen}", f"[beta] {seen}"]
@@ -79,8 +79,8 @@ dist.all_reduce(torch.ones(1))
 STOPPED = "wherry: rank 1 was stopped, as SIGSTOP does: it did not answer the others, and the launcher has ended it."
 
 
-def test_a_stopped_rank_is_ended_and_blamed_for_what_the_others_lost(tmp_path):
-    done = launched("run", "--nproc", 2, script(tmp_path, STOPS))
+def test_a_stopped_rank_is_ended_and_blamed_for_what_the_others_lost(tmp_path, launched):
+    done = launched.launched("run", "--nproc", 2, script(tmp_path, STOPS))
     assert done.returncode == 1
     head, empty, waited = done.stderr.splitlines()
     assert (head, empty) == (STOPPED, "")
@@ -88,8 +88,8 @@ def test_a_stopped_rank_is_ended_and_blamed_for_what_the_others_lost(tmp_path):
     assert gone(pids_in(tmp_path))
 
 
-def test_a_stopped_rank_of_another_machine_is_told_of(tmp_path):
-    done = wherry("run", *fleet(tmp_path), script(tmp_path, STOPS), cwd=tmp_path)
+def test_a_stopped_rank_of_another_machine_is_told_of(tmp_path, launched):
+    done = launched.launched("run", *fleet(tmp_path), script(tmp_path, STOPS), cwd=tmp_path)
     assert done.returncode == 1
     assert done.stderr.startswith(f"wherry: on host beta:\n{STOPPED}\n\nrank 0 waited for it: RuntimeError: ")
     assert len(pids_in(tmp_path)) == 2 and gone(pids_in(tmp_path))

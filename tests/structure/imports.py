@@ -24,7 +24,7 @@ def imported(path: Path, known: Mapping[str, Path], *, at_once: bool) -> Iterato
     waiting: list[ast.AST] = [ast.parse(path.read_text())]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+        if isinstance(node, ast.If) and getattr(node.test, "id", None) == "TYPE_CHECKING":
             waiting += node.orelse
             continue
         if at_once and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
@@ -39,7 +39,8 @@ def imported(path: Path, known: Mapping[str, Path], *, at_once: bool) -> Iterato
         else:
             names = []
         yield from (name for name in names if name in known and name != "wherry")
-        waiting += ast.iter_child_nodes(node)
+        # Imports are statements: expressions, which are most of a tree, hold none.
+        waiting += (child for child in ast.iter_child_nodes(node) if not isinstance(child, ast.expr))
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[list[str]]:

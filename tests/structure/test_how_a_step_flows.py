@@ -1,50 +1,39 @@
-"""Every file and every name that docs/how-a-step-flows.md tells of is there."""
+"""docs/how-a-step-flows.md names files, and names in them, that are there."""
 
 from __future__ import annotations
 
-import ast
 import re
 
-import pytest
 from tests.structure.imports import PACKAGE
 
 PAGE = (PACKAGE.parents[1] / "docs" / "how-a-step-flows.md").read_text()
-TOLD = re.findall(r"`([\w/]+\.py)`(?:[,\s]+\(?`(\w+(?:\.\w+)?)`)?|`(\w+(?:\.\w+)?)`", PAGE)
-# Words of the page that are no names of the code's.
-OTHERS = {"src/wherry", "initialize"}
+# A file, with the name behind it if there is one; or a name by itself.
+NAMED = re.findall(r"`([\w/]+\.py)`(?:[,\s]+\(?`(\w+(?:\.\w+)?)`)?|`(\w+(?:\.\w+)?)`", PAGE)
 
 
 def defined() -> dict[str, set[str]]:
     """By file: its classes, functions, and methods as `Class.method`."""
-    found: dict[str, set[str]] = {}
+    names: dict[str, set[str]] = {}
     for path in PACKAGE.rglob("*.py"):
-        names = found.setdefault(str(path.relative_to(PACKAGE)), set())
-        for node in ast.parse(path.read_text()).body:
-            if isinstance(node, ast.ClassDef | ast.FunctionDef):
-                names.add(node.name)
-            if isinstance(node, ast.ClassDef):
-                names |= {f"{node.name}.{inner.name}" for inner in node.body if isinstance(inner, ast.FunctionDef)}
-    return found
+        of_file, owner = names.setdefault(str(path.relative_to(PACKAGE)), set()), ""
+        for indent, kind, name in re.findall(r"^( {4})?(?:async )?(class|def) (\w+)", path.read_text(), re.M):
+            if indent:
+                of_file.add(f"{owner}.{name}")
+            else:
+                of_file.add(name)
+                owner = name if kind == "class" else ""
+    return names
 
 
-NAMES = defined()
+def test_the_page_names_what_is_there():
+    names = defined()
+    files = {file for file, _, _ in NAMED if file}
+    assert files - names.keys() == set()
+    assert {(file, name) for file, name, _ in NAMED if name and name not in names.get(file, ())} == set()
+    methods = {name for _, _, name in NAMED if "." in name}
+    assert methods - set().union(*names.values()) == set()
+    assert len(files) > 20 and methods
 
 
-@pytest.mark.parametrize("file", sorted({file for file, _, _ in TOLD if file}))
-def test_a_file_is_there(file):
-    assert file in NAMES
-
-
-@pytest.mark.parametrize(("file", "name"), sorted({(file, name) for file, name, _ in TOLD if name}))
-def test_a_file_has_the_name_that_stands_behind_it(file, name):
-    assert name in NAMES[file]
-
-
-@pytest.mark.parametrize("name", sorted({name for _, _, name in TOLD if "." in name}))
-def test_a_method_that_is_named_by_itself_is_somewhere(name):
-    assert any(name in names for names in NAMES.values())
-
-
-def test_the_page_is_two_pages_and_names_many_files():
+def test_the_page_is_two_pages():
     assert len(PAGE.split()) < 1200
-    assert len({file for file, _, _ in TOLD if file}) > 20

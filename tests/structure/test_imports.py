@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import pytest
 from tests.structure import imports
 
 
+@pytest.mark.long  # parses the package; the layers of pyproject.toml are checked by `make lint` as well
 def test_no_circle_joins_files_of_different_rooms():
     assert imports.circles_of_rooms(at_once=False) == []
 

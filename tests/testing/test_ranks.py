@@ -1,4 +1,4 @@
-"""Ranks as threads: one fails, stalls or goes another way, and the others say who; what is left where they meet."""
+"""Ranks as threads: the others name a rank that fails, stalls or diverges; and collectives keep no tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from wherry.testing import ThreadComm, ranks, run_ranks
 
 
 def outcomes(size: int, body: Callable[[Comm], Any], timeout: float = 60.0) -> list[Any]:
-    """What each rank returned or raised."""
+    """Collect the result or the exception of each rank."""
 
     def caught(comm: Comm) -> Any:
         try:
@@ -78,7 +78,7 @@ def test_a_failure_taken_back_in_time_is_none() -> None:
     assert outcomes(2, body) == [2.0, 2.0]
 
 
-def test_ranks_that_want_different_collectives() -> None:
+def test_ranks_that_call_different_collectives() -> None:
     def body(comm: Comm) -> None:
         if comm.rank == 0:
             comm.all_gather(torch.empty(4), torch.ones(2), "blocks.0").wait()
@@ -101,8 +101,8 @@ def test_a_rank_that_does_not_arrive() -> None:
 
 
 @pytest.mark.parametrize("operation", ["all_reduce", "reduce_scatter", "all_gather", "broadcast"])
-def test_what_streams_have_not_done_is_waited_for(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a GPU a rank may bring what a stream of its own is still copying, and others read it on theirs."""
+def test_collectives_wait_for_streams(operation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU a stream of one rank may still copy a tensor that other ranks read on theirs."""
     late: dict[int, Callable[[], Any]] = {}
     seen: dict[int, torch.Tensor] = {}
 
@@ -164,8 +164,7 @@ class Stumbling(torch.optim.AdamW):
         return super().step(closure)
 
 
-@pytest.mark.parametrize("stage", [2, 3])
-@pytest.mark.parametrize("where", ["forward", "backward", "update"])
+@pytest.mark.parametrize(("where", "stage"), [("forward", 3), ("backward", 2), ("update", 2), ("update", 3)])
 def test_an_engine_whose_peer_fails(where: str, stage: int) -> None:
     def stumble(*_: Any) -> None:
         raise OSError("the disk is gone")
@@ -204,8 +203,8 @@ def hasty() -> Iterator[None]:
     sys.setswitchinterval(before)
 
 
-def test_nobody_holds_what_a_rank_has_brought(hasty: None) -> None:
-    """A rank that is slow to leave a collective does not keep the others' tensors."""
+def test_a_collective_keeps_no_tensor(hasty: None) -> None:
+    """A rank that leaves a collective late does not keep the others' tensors."""
 
     def body(comm: Comm) -> int:
         held = 0
@@ -230,17 +229,17 @@ def test_a_rank_that_has_ended_is_missed_in_groups_that_are_made_later() -> None
             comm.barrier()
         with pytest.raises(PeerError) as told:
             comm.within(2).barrier()
-        told_by_rank_0.append(str(told.value))
+        errors_of_rank_0.append(str(told.value))
         return ""
 
-    told_by_rank_0: list[str] = []
+    errors_of_rank_0: list[str] = []
     with pytest.raises(OSError, match="it fell over"):
         run_ranks(4, body, timeout=5.0)
-    assert "rank 1 has failed" in told_by_rank_0[0] and "it fell over" in told_by_rank_0[0]
+    assert "rank 1 has failed" in errors_of_rank_0[0] and "it fell over" in errors_of_rank_0[0]
 
 
 def test_a_rank_that_has_ended_is_missed_by_one_that_had_failed_before() -> None:
-    """And had gone on, as the first failure of both."""
+    """The rank that waits had failed first, and gone on."""
 
     def body(comm: Comm) -> None:
         assert isinstance(comm, ThreadComm)
@@ -254,9 +253,9 @@ def test_a_rank_that_has_ended_is_missed_by_one_that_had_failed_before() -> None
             raise OSError("it fell over")
         with pytest.raises(PeerError) as told:
             comm.barrier()
-        told_by_rank_0.append(str(told.value))
+        errors_of_rank_0.append(str(told.value))
 
-    told_by_rank_0: list[str] = []
+    errors_of_rank_0: list[str] = []
     with pytest.raises(OSError, match="it fell over"):
         run_ranks(2, body, timeout=5.0)
-    assert "rank 1 has failed" in told_by_rank_0[0]
+    assert "rank 1 has failed" in errors_of_rank_0[0]

@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.harness import adamw, engine_of, make_model, settings, token_batch, train_step
-from tests.tiers.rows import ROWS, with_stores
-from tests.tiers.test_placements import offload
+from tests.tiers.rows import ROWS, offload, with_stores
 from tests.tiers.test_traffic import psi
 
 import wherry
@@ -47,8 +46,9 @@ class GatedStore(DiskStore):
         return CallbackTicket(wait, lambda: self.gate.is_set() and ticket.done())
 
 
-@pytest.mark.parametrize("policy", ["before_use", "in_backward"])
-@pytest.mark.parametrize("row", ["disk-2", "disk-3", "infinity"])
+@pytest.mark.parametrize(
+    ("row", "policy"), [("disk-2", "in_backward"), ("disk-3", "before_use"), ("infinity", "in_backward")]
+)
 def test_weights_are_used_while_their_state_is_written(row: str, policy: str, tmp_path: Path) -> None:
     """A whole forward and its backward; the next update of a part waits for the write of the one before."""
     model = make_model()
@@ -95,8 +95,7 @@ def test_new_weights_go_up_before_anything_asks_for_them(tmp_path: Path) -> None
 
 
 @pytest.mark.usefixtures("every_flat_alone")
-@pytest.mark.parametrize("policy", ["before_use", "in_backward"])
-@pytest.mark.parametrize("row", ["offload-1", "disk-2"])
+@pytest.mark.parametrize(("row", "policy"), [("offload-1", "before_use"), ("disk-2", "in_backward")])
 def test_a_step_waits_for_no_update_and_each_unit_for_its_own(
     row: str, policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.harness import engine_of, make_model, settings, token_batch, train_step
-from tests.tiers.rows import ROWS, with_stores
-from tests.tiers.test_placements import offload
+from tests.tiers.rows import ROWS, offload, with_stores
 
 import wherry
 from wherry.errors import PeerError, WherryError
@@ -28,8 +27,9 @@ from wherry.tiers.disk_errors import DiskError
 from wherry.update.optimizer_states import UpdateBucket
 
 
-@pytest.mark.parametrize("include", [None, "optimizer", ["lp_params", "contiguous_grad_buffer"]])
-@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize(
+    ("stage", "include"), [(0, None), (3, None), (3, "optimizer"), (0, ["lp_params", "contiguous_grad_buffer"])]
+)
 def test_states_leave_and_come_back(stage: int, include: str | list[str] | None) -> None:
     model = make_model()
 
@@ -107,10 +107,16 @@ def test_states_that_there_are_not() -> None:
 
 @pytest.mark.usefixtures("every_flat_alone")
 @pytest.mark.parametrize(
-    ("what", "policy"),
-    [*(("write", policy) for policy in ("at_step", "before_use", "in_backward", "delayed")), ("read", "before_use")],
+    ("row", "what", "policy"),
+    [
+        ("disk-2", "write", "at_step"),
+        ("infinity", "write", "before_use"),
+        ("disk-2", "write", "in_backward"),
+        ("infinity", "write", "delayed"),
+        ("infinity", "read", "before_use"),
+        ("disk-2", "read", "at_step"),
+    ],
 )
-@pytest.mark.parametrize("row", ["disk-2", "infinity"])
 def test_a_failing_disk_is_told_to_every_rank_with_the_unit(row: str, what: str, policy: str, tmp_path: Path) -> None:
     model = make_model()
     config = offload(row, tmp_path, policy)
@@ -179,7 +185,7 @@ def begin(row: str, folder: Path, policy: str, **more: Any) -> tuple[Any, Any, C
     return engine, model, link
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_states_leave_one_after_another_within_a_window(stage: int) -> None:
     """What is away stays away, and the window goes on with the gradients that it had."""
     model = make_model()
@@ -212,6 +218,7 @@ def test_states_leave_one_after_another_within_a_window(stage: int) -> None:
     assert run_ranks(2, body) == plain
 
 
+@pytest.mark.usefixtures("forks")
 def test_a_fork_does_not_wait_for_updates_that_run_elsewhere(tmp_path: Path) -> None:
     engine, model, _ = begin("offload-2", tmp_path, "before_use")
     train_step(engine, 0, 0)

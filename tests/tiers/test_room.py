@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 from tests.engine.harness import TinyLM, adamw, make_model, settings
-from tests.forks import ENGINE, Forks
-from tests.tiers.test_placements import offload
+from tests.forks import Forks
+from tests.tiers.rows import offload
 
 import wherry
 from wherry.errors import WherryError
@@ -184,6 +184,7 @@ def run_small(tmp_path: Path, folder: str, limit: int) -> subprocess.CompletedPr
     return subprocess.run(command, capture_output=True, text=True, env=environment, timeout=240, check=False)
 
 
+@pytest.mark.usefixtures("launched")
 def test_a_model_whose_states_are_several_times_the_memory_trains(tmp_path: Path) -> None:
     """805 MB of states within 200 MB; without the disk the same process is out of memory."""
     swap = tmp_path / "swap"
@@ -214,16 +215,15 @@ engine.close()
 """
 
 
-def test_after_a_kill_the_next_run_sweeps_what_is_left(tmp_path: Path) -> None:
+def test_after_a_kill_the_next_run_sweeps_what_is_left(tmp_path: Path, forks: Forks) -> None:
     script, swap = tmp_path / "killed.py", tmp_path / "swap"
     script.write_text(KILLED)
     swap.mkdir()
-    with Forks(*ENGINE) as forks:
-        child = forks.start([str(script), str(swap)], stdout=subprocess.PIPE)
-        assert child.stdout is not None and child.stdout.readline() == b"step\n"
-        child.kill()
-        child.wait()
-        child.stdout.close()
-        assert len(list(swap.iterdir())) == 1
-        assert forks.start([str(script), str(swap), "once"]).wait() == 0
+    child = forks.start([str(script), str(swap)], stdout=subprocess.PIPE)
+    assert child.stdout is not None and child.stdout.readline() == b"step\n"
+    child.kill()
+    child.wait()
+    child.stdout.close()
+    assert len(list(swap.iterdir())) == 1
+    assert forks.start([str(script), str(swap), "once"]).wait() == 0
     assert list(swap.iterdir()) == []

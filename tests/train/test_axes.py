@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.engine.test_processes import Pool
 from tests.train.exported import compared
+from tests.warm import Pool
 
 from wherry.train import model as models
 from wherry.train.job import main
@@ -28,11 +27,9 @@ FIGURES = ("step", "loss", "gradient_norm", "tokens", "lr", "validation_loss")
 UNTIED = "--untie-embeddings-and-output-weights"
 
 
-@pytest.fixture(scope="module")
-def two() -> Iterator[Pool]:
-    pool = Pool(2)
-    yield pool
-    pool.close()
+@pytest.fixture
+def two(warm: Any) -> Pool:
+    return warm(2)
 
 
 @pytest.fixture(scope="module")
@@ -61,12 +58,16 @@ def assert_alike(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None
 @pytest.mark.parametrize(
     ("axis", "same"),
     [
-        (["--tensor-parallel", "2"], []),
         (["--tensor-parallel", "2", "--stage", "1", "--checkpoint-activations"], ["--stage", "1"]),
         (["--pipeline-parallel", "2", "--set", "wherry.accumulation=layer_major"], [UNTIED]),
-        (["--pipeline-parallel", "2", "--stage", "0", "--checkpoint-activations"], [UNTIED, "--stage", "0"]),
+        pytest.param(["--tensor-parallel", "2"], [], marks=pytest.mark.nightly),
+        pytest.param(
+            ["--pipeline-parallel", "2", "--stage", "0", "--checkpoint-activations"],
+            [UNTIED, "--stage", "0"],
+            marks=pytest.mark.nightly,
+        ),
     ],
-    ids=["tensor", "tensor-1", "pipeline", "pipeline-0"],
+    ids=["tensor-1", "pipeline", "tensor", "pipeline-0"],
 )
 def test_losses_are_those_of_one_rank(
     two: Pool, text: list[str], tmp_path: Path, axis: list[str], same: list[str]

@@ -1,39 +1,39 @@
-"""From a fresh clone to a model that other libraries load: each command as a new user types it, or as it is told."""
+"""From a fresh clone to a model that other libraries load: each command as a new user types it, or as one prints it."""
 
 from __future__ import annotations
 
 import json
 import shlex
 import subprocess
-import sys
 from pathlib import Path
 
 import psutil
 import pytest
-from tests.cli.programs import launched, start, wait_for
+from tests.cli.programs import WHERRY, launched, start_fork, wait_for
 
 from wherry.cli import main
 
-transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
-
 ROOT = Path(__file__).parents[2]
 TINY = "--num-layers 1 --hidden-size 32 --seq-length 32 --batch-size 2 --eval-iters 1"
+pytestmark = pytest.mark.usefixtures("launched")
 
 
-def train(flags: str) -> subprocess.CompletedProcess[str]:
-    if Path(sys.prefix) != ROOT / ".venv":  # make would make that one
-        return launched("train", *flags.split(), cwd=ROOT)
-    return subprocess.run(["make", "-C", ROOT, "train", f"ARGS={flags}"], capture_output=True, text=True, check=False)
+def test_make_train_runs_the_command() -> None:
+    words = ["make", "-n", "-C", ROOT, "train", "ARGS=--steps 4"]
+    lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
+    assert any(line.endswith("wherry train --steps 4") for line in lines), lines
 
 
+@pytest.mark.smoke
 def test_train_generate_export_and_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "runs" / "first"
-    trained = train(f"{TINY} --steps 4 --run-dir {run}")
+    trained = launched("train", *f"{TINY} --steps 4 --run-dir {run}".split(), cwd=ROOT)
     assert trained.returncode == 0, trained.stderr
-    # What the end of the run says can be done with it.
+    # Commands that the end of the run suggests.
     generate, go_on = [shlex.split(line) for line in trained.stdout.splitlines() if line.startswith("    wherry ")]
     assert generate[:3] == ["wherry", "generate", str(run)] and go_on[:4] == ["wherry", "train", "--resume", str(run)]
     assert main([*generate[1:], "--max-new-tokens", "8"]) == 0
@@ -57,11 +57,11 @@ def test_train_generate_export_and_go_on(
 def test_a_run_on_one_rank_goes_on_by_itself_when_it_is_killed(tmp_path: Path) -> None:
     run = tmp_path / "run"
     flags = f"{TINY} --steps 200 --save-interval 20 --keep-last 1 --max-restarts 1 --run-dir {run} --nproc 1"
-    launcher = start("train", *flags.split())
+    launcher = start_fork(*WHERRY, "train", *flags.split())
     wait_for(lambda: (run / "checkpoints" / "latest").exists())
-    (rank,) = [child for child in psutil.Process(launcher.pid).children() if "wherry.train" in child.cmdline()]
+    (rank,) = psutil.Process(launcher.pid).children()
     rank.kill()
     shown, _ = launcher.communicate(timeout=90)
     assert launcher.returncode == 0 and "resumed" in shown, shown
     assert json.loads((run / "summary.json").read_text())["ending"] == "finished"
-    assert len(list(run.glob("metrics.*jsonl"))) == 2, "what came before it was killed is kept"
+    assert len(list(run.glob("metrics.*jsonl"))) == 2, "the metrics of the killed attempt are kept"

@@ -1,4 +1,4 @@
-"""The whole job with the real engine: in this process on one rank, and through the launcher on two."""
+"""The whole job with the real engine: in this process on one rank, and through a forked launcher on two."""
 
 import csv
 import errno
@@ -6,12 +6,11 @@ import json
 import os
 import signal
 import subprocess
-import sys
 from dataclasses import replace
 
 import psutil
 import pytest
-from tests.cli.programs import environment, forked, gone, launched, start, wait_for
+from tests.cli.programs import WHERRY, forked, gone, launched, start_fork, wait_for
 
 from wherry.engine import Engine
 from wherry.errors import WherryError
@@ -21,6 +20,7 @@ from wherry.plan.machines import known
 from wherry.train import job, presets, report
 from wherry.train.options import parse
 
+door = pytest.mark.usefixtures("launched")
 TINY = ("--num-layers", 2, "--hidden-size", 32, "--seq-length", 16, "--eval-iters", 2, "--lr", 0.01)
 TUTORIAL = """{
     "zero_optimization": {
@@ -62,12 +62,14 @@ def test_one_rank_writes_all_it_promises(tmp_path, text, capsys):
     assert json.loads((folder / "config.json").read_text())["zero_optimization"]["stage"] == 3
     about = json.loads((folder / "run.json").read_text())
     assert about["shape"]["hidden"] == 32
-    # What was not asked for and is a switch or a number says so.
+    # Switches and numbers that were not given stand there with their defaults.
     assert about["options"]["async_save"] is False and about["options"]["log_interval"] == 0
     summary = json.loads((folder / "summary.json").read_text())
     assert (summary["ending"], summary["steps"]) == ("finished", 12)
 
 
+@pytest.mark.smoke
+@door
 def test_two_ranks_read_and_learn_what_one_does(tmp_path, text):
     flags = (*TINY, *text, "--steps", 8)
     assert _here(*flags, "--batch-size", 8, "--stage", 0, "--run-dir", tmp_path / "one") == 0
@@ -76,15 +78,18 @@ def test_two_ranks_read_and_learn_what_one_does(tmp_path, text):
     assert done.returncode == 0, done.stderr
     assert "on 2 ranks" in done.stdout and done.stdout.count("Finished.") == 1
     assert _losses(tmp_path / "two") == pytest.approx(_losses(tmp_path / "one"), rel=1e-4)
-    # Each micro-batch would send weights and gradients between the two.
+    # Micro-batches one after another would each send weights and gradients between the ranks.
     order = {run: json.loads((tmp_path / run / "config.json").read_text())["wherry"] for run in ("one", "two")}
     assert order["two"]["accumulation"] == "layer_major" != order["one"]["accumulation"]
     assert "layer_major: all micro-batches of a step go through a block" in done.stdout
 
 
+@door
 def test_ctrl_c_ends_with_a_summary(tmp_path, text):
     folder = tmp_path / "run"
-    launcher = start("train", *TINY, *text, "--steps", 100_000, "--nproc", 2, "--run-dir", folder, cwd=tmp_path)
+    launcher = start_fork(
+        *WHERRY, "train", *TINY, *text, "--steps", 100_000, "--nproc", 2, "--run-dir", folder, cwd=tmp_path
+    )
     metrics = folder / "metrics.jsonl"
     wait_for(lambda: metrics.exists() and metrics.stat().st_size > 0)
     launcher.send_signal(signal.SIGINT)
@@ -121,19 +126,19 @@ def test_a_disk_that_fills_up_ends_no_training(tmp_path, text, monkeypatch, caps
     assert len((tmp_path / "run" / "metrics.csv").read_text().splitlines()) == 4
 
 
-def test_a_disk_that_is_full_is_told_before_training(tmp_path, text, monkeypatch):
+def test_a_full_disk_is_an_error_before_training(tmp_path, text, monkeypatch):
     monkeypatch.setattr(metrics.CSV.__init__, "__defaults__", ("/dev/full",))
     with pytest.raises(WherryError, match=r"cannot be written \(No space left on device\); make room there"):
         _here(*TINY, *text, "--steps", 3, "--run-dir", tmp_path / "run")
 
 
-def test_output_that_nobody_reads_ends_all_ranks_in_silence(tmp_path, text):
+@door
+def test_output_that_nobody_reads_ends_all_ranks_without_a_message(tmp_path, text):
     folder = tmp_path / "run"
     flags = (*TINY, *text, "--steps", 100_000, "--log-interval", 1, "--nproc", 2, "--run-dir", folder)
     with open(tmp_path / "errors", "w") as errors:
-        words = [sys.executable, "-m", "wherry", "train", *map(str, flags)]
-        run = subprocess.Popen(words, env=environment(), stdout=subprocess.PIPE, stderr=errors, text=True)
-        while not run.stdout.readline().startswith("step 2/"):
+        run = start_fork(*WHERRY, "train", *flags, stdout=subprocess.PIPE, stderr=errors)
+        while not run.stdout.readline().startswith(b"step 2/"):
             assert run.poll() is None
         ranks = [child.pid for child in psutil.Process(run.pid).children()]
         run.stdout.close()
@@ -144,14 +149,13 @@ def test_output_that_nobody_reads_ends_all_ranks_in_silence(tmp_path, text):
     assert summary["ending"] == "interrupted" and summary["steps"] < 100_000
 
 
-def test_output_without_room_is_told_before_training(tmp_path, text):
+@door
+def test_output_without_room_is_an_error_before_training(tmp_path, text):
     flags = (*TINY, *text, "--steps", 100_000, "--nproc", 2, "--run-dir", tmp_path / "run")
-    with open("/dev/full", "w") as full:
-        words = [sys.executable, "-m", "wherry", "train", *map(str, flags)]
-        run = subprocess.run(words, env=environment(), stdout=full, stderr=subprocess.PIPE, text=True, timeout=90)
-    assert run.returncode == 2
-    assert run.stderr.startswith("wherry: standard output cannot be written (No space left on device); make room")
-    assert len(run.stderr.splitlines()) == 1
+    with open("/dev/full", "w") as full, open(tmp_path / "errors", "w") as errors:
+        assert start_fork(*WHERRY, "train", *flags, stdout=full, stderr=errors).wait() == 2
+    (line,) = (tmp_path / "errors").read_text().splitlines()
+    assert line.startswith("wherry: standard output cannot be written (No space left on device); make room")
 
 
 FILLS_UP = """
@@ -171,6 +175,7 @@ sys.exit(main())
 """
 
 
+@door
 def test_output_that_fills_up_ends_no_training(tmp_path, text):
     flags = (*TINY, *text, "--steps", 4, "--nproc", 1, "--run-dir", tmp_path / "run")
     done = forked("-c", FILLS_UP, "train", *flags, cwd=tmp_path)
@@ -211,14 +216,14 @@ def test_every_preset_by_its_name(tmp_path, text, capsys, monkeypatch, preset):
     assert _here("--preset", preset, *small, *text, *more) == 0
     largest = presets.PRESETS["gpt2-10b"]
     chosen = presets.PRESETS.get(preset, largest)
-    # What no flag names is the preset's.
+    # Options that no flag gives are the preset's.
     shape = json.loads((tmp_path / "run" / "run.json").read_text())["shape"]
     assert (shape["layers"], shape["vocabulary"]) == (1, chosen.vocabulary)
     said = f"(auto: a large machine, 1000 GB free, 1e+06 TFLOP/s: {largest.size} parameters)"
     assert (said in capsys.readouterr().out) == (preset == "auto")
 
 
-def test_auto_reckons_with_the_micro_batch_of_the_file(tmp_path, text, monkeypatch):
+def test_auto_uses_the_micro_batch_of_the_file(tmp_path, text, monkeypatch):
     seen = []
 
     def choose(machine, ranks, micro_batch, *, itemsize):
@@ -260,7 +265,7 @@ def test_a_used_folder_is_refused_before_anything_starts(tmp_path, text):
         job.check(parse([str(flag) for flag in (*text, "--run-dir", tmp_path)]))
 
 
-def test_what_is_no_folder_and_no_file_is_told_before_anything_starts(tmp_path, text, monkeypatch):
+def test_a_path_of_another_kind_is_an_error_before_anything_starts(tmp_path, text, monkeypatch):
     file = text[1]
 
     def told(*flags):

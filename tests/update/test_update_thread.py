@@ -1,4 +1,4 @@
-"""Updates that run beside each other in a thread of their own."""
+"""Updates that overlap in a thread of their own."""
 
 import threading
 from types import SimpleNamespace
@@ -18,7 +18,7 @@ from wherry.update.updater import UpdatePolicy, Updater
 class SlowWrite(Ticket):
     def __init__(self) -> None:
         self.ends = threading.Event()
-        # Whoever runs the job has come to its write, and has nothing else to do.
+        # The thread has come to the write of its job, and has nothing else to do.
         self.met = threading.Event()
 
     def wait(self) -> None:
@@ -100,7 +100,7 @@ def test_ctrl_c_in_a_wait_leaves_what_is_waited_for_as_it_is() -> None:
 
 
 class _Interrupted(Ticket):
-    """Something that is waited for when Ctrl-C comes."""
+    """A ticket whose wait is interrupted by Ctrl-C."""
 
     def __init__(self, done: bool) -> None:
         self._done = done
@@ -114,7 +114,7 @@ class _Interrupted(Ticket):
 
 @pytest.mark.parametrize("done", [False, True])
 def test_ctrl_c_breaks_an_engine_where_an_update_is_left_unfinished(done: bool) -> None:
-    """One that goes on in the thread comes to its end."""
+    """An update that goes on in the thread finishes."""
     link = link_to(torch.device("cpu"))
     storages: Any = SimpleNamespace(link=link)
     updater = Updater([], SoloComm(), storages, UpdatePolicy(), Merging(0), alone=True)

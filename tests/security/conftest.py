@@ -1,0 +1,28 @@
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+from tests.security.forgery import everything
+from tests.security.kinds import KINDS, Kind, Loads
+
+
+@pytest.fixture(scope="session")
+def kind_of(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Kind]]:
+    """A kind of file by its name, with the valid file written."""
+    kinds: dict[str, Kind] = {}
+
+    def made(name: str) -> Kind:
+        if name not in kinds:
+            (folder := tmp_path_factory.mktemp(name) / "in").mkdir()
+            kinds[name] = KINDS[name](folder)
+        kind = kinds[name]
+        kind.write(kind.tree)
+        if isinstance(kind.load, Loads):
+            kind.load.state = everything(kind.load.engine)  # every test begins with other random numbers
+        return kind
+
+    yield made
+    for kind in kinds.values():
+        if isinstance(kind.load, Loads):
+            kind.load.engine.close()

@@ -1,0 +1,43 @@
+"""Every two factors of a training meet in a life on ranks that are threads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from tests.life import BASE, Case, Machine, cases, check, name_of
+
+MACHINE = Machine()
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "every" in metafunc.fixturenames:
+        marks = metafunc.config.getoption("markexpr")
+        asked = "nightly" in marks and "not nightly" not in marks  # they take seconds to choose
+        metafunc.parametrize("every", cases(3, ranks=(1, 2, 4)) if asked else (), ids=name_of)
+
+
+@pytest.mark.parametrize("case", cases(), ids=name_of)
+def test_a_life_has_the_bits_of_a_calm_one(case: Case, tmp_path: Path) -> None:
+    check(case, tmp_path, MACHINE)
+
+
+@pytest.mark.nightly
+def test_every_three_factors_meet(every: Case, tmp_path: Path) -> None:
+    check(every, tmp_path, MACHINE)
+
+
+@pytest.mark.xfail(strict=True, reason="a gather ahead begins a joined flat twice", raises=AssertionError)
+def test_a_block_used_twice_is_gathered_with_others(tmp_path: Path) -> None:
+    check(BASE | {"model": "twice", "tiers": "device", "ranks": 2}, tmp_path, MACHINE)
+
+
+@pytest.mark.xfail(strict=True, reason="torch's optimizers take all segments of a bucket, and are given a piece")
+def test_optimizers_of_torch_update_large_flats_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("wherry.update.optimizer_states.PIECE_NUMEL", 512)
+    check(BASE | {"tiers": "parameters-only", "optimizer": "SGD"}, tmp_path, MACHINE)
+
+
+@pytest.mark.xfail(strict=True, reason="torch's optimizers are made of no parameters on a rank that has padding alone")
+def test_a_rank_of_padding_alone_loads(tmp_path: Path) -> None:
+    check(BASE | {"optimizer": "AMSGrad", "ranks": 4, "flats": "alone"}, tmp_path, MACHINE)
