@@ -65,7 +65,7 @@ test-all: $(INSTALLED)
 
 # Tests that start processes or need seconds; those of the wheel run against an installed one.
 test-doors: $(INSTALLED)
-	$(PYTEST) --durations 10 -m 'not fast and not nightly' $(WHEEL_TESTS:%=--ignore %) $(ARGS)
+	$(PYTEST) --durations 10 -m 'not fast and not nightly' $(WHEEL_TESTS:%=--ignore %) --ignore tests/gpu $(ARGS)
 
 # Property tests draw new examples; by_hand kills and interrupts runs at instants that it draws, and damages their disks.
 test-nightly: $(INSTALLED)

@@ -30,7 +30,7 @@ PROCESS_FIXTURES = {"forks", "launched", "warm"}
 STARTS_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
 FAST_CPU_SECONDS = 1.5
 # What `_spin` takes on the machine for which the limit was chosen, with nothing else running.
-SPIN_SECONDS = 0.03
+SPIN_SECONDS = 0.05
 # Imports are paid once a worker, by whichever test comes first.
 MANY_MODULES = 40
 
@@ -112,8 +112,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if starts_processes(item):
             item.add_marker("door")
-        rest = (starts_processes(item) and not item.get_closest_marker("smoke")) or item.get_closest_marker("long")
-        if not rest and not item.get_closest_marker("nightly"):
+        is_door = starts_processes(item) and not item.get_closest_marker("smoke")
+        if not is_door and not any(item.get_closest_marker(name) for name in ("long", "nightly", "gpu")):
             item.add_marker("fast")
     # Longest files first: the last tests that a worker takes from another are short.
     seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}

@@ -11,8 +11,7 @@ import functools
 import gc
 import itertools
 import zlib
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,6 +21,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.covering import Case, covering, name_of
 from tests.engine.harness import (
     LENGTH,
     VOCABULARY,
@@ -46,8 +46,6 @@ from wherry.parallel.topology import default_device
 from wherry.testing import run_ranks
 from wherry.testing.late import Chaos, ChaosLink, topology
 from wherry.tiers.streams import Link
-
-Case = dict[str, Any]
 
 # ---- Factors
 
@@ -151,7 +149,7 @@ def allowed(case: Case) -> bool:
 
 # Three factors that one branch of the engine looks at together.
 TRIPLES = [("stage", "tiers", "policy"), ("window", "sums", "device"), ("policy", "window", "device")]
-# Values that make a case longer are chosen as much more seldom, where others cover as much.
+# Values that make a case longer.
 COSTS = {
     ("ranks", 2): 2,
     ("ranks", 4): 5,
@@ -160,53 +158,6 @@ COSTS = {
     ("device", "shared"): 2,
     ("model", "twice"): 2,
 }
-
-
-def covering(
-    factors: dict[str, tuple[Any, ...]],
-    groups: Iterable[tuple[str, ...]],
-    allowed: Callable[[Case], bool] = lambda case: True,
-) -> tuple[Case, ...]:
-    """Choose cases in which all values of the factors of each group meet, as few as a greedy choice finds."""
-    left: dict[tuple[str, ...], dict[tuple[Any, ...], None]] = {}
-    for group in groups:
-        combinations = itertools.product(*(factors[name] for name in group))
-        left[group] = {values: None for values in combinations if allowed(dict(zip(group, values, strict=True)))}
-    of_factor = {name: [group for group in left if name in group] for name in factors}
-    uses: Counter[tuple[str, Any]] = Counter()
-
-    def complete(case: Case) -> Case | None:
-        """Give the factors that are left the values that cover most, and of those the least used."""
-        name = next((name for name in factors if name not in case), None)
-        if name is None:
-            return case
-        known = [group for group in of_factor[name] if all(other in case or other == name for other in group)]
-        found = []
-        for value in factors[name]:
-            full = case | {name: value}
-            if allowed(full):
-                gain = sum(tuple(full[other] for other in group) in left[group] for group in known)
-                found.append((-gain, uses[name, value], len(found), full))
-        return next((done for *_, full in sorted(found) if (done := complete(full)) is not None), None)
-
-    chosen = []
-    while any(left.values()):
-        group = max(left, key=lambda group: len(left[group]))
-        values = next(iter(left[group]))
-        case = complete(dict(zip(group, values, strict=True)))
-        if case is None:  # it fits no values of the other factors
-            del left[group][values]
-            continue
-        for group in left:
-            left[group].pop(tuple(case[name] for name in group), None)
-        uses.update({item: COSTS.get(item, 1) for item in case.items()})
-        chosen.append({name: case[name] for name in factors})
-    return tuple(chosen)
-
-
-def pairs(**factors: tuple[Any, ...]) -> tuple[Case, ...]:
-    """Choose cases in which each two values of two factors meet."""
-    return covering(factors, itertools.combinations(factors, 2))
 
 
 def effort(case: Case) -> float:
@@ -222,13 +173,9 @@ def cases(strength: int = 2, **fixed: tuple[Any, ...]) -> tuple[Case, ...]:
     """Choose cases of lives in which all values of `strength` factors meet; pairs meet in short cases."""
     factors = FACTORS | fixed
     if strength > 2:
-        return covering(factors, itertools.combinations(factors, strength), allowed)
+        return covering(factors, itertools.combinations(factors, strength), allowed, COSTS)
     groups = [*itertools.combinations(factors, 2), *TRIPLES]
-    return covering(factors, groups, lambda case: allowed(case) and effort(case) <= 9)
-
-
-def name_of(case: Case) -> str:
-    return "-".join(str(value) for value in case.values())
+    return covering(factors, groups, lambda case: allowed(case) and effort(case) <= 9, COSTS)
 
 
 # ---- Models, batches and configs
@@ -564,7 +511,7 @@ TARGETS: dict[str, Case] = {
 
 def target_of(case: Case, machine: Machine) -> Case:
     """Choose the engine that a case's checkpoint is loaded into, of another shape than the one that saved it."""
-    other = {"activations": "keep", "flats": "joined", "updates": "host", "device": machine.quiet, "sums": "device"}
+    other = {"activations": "keep", "flats": "joined", "updates": "host", "device": machine.quiet}
     if case["target"] == "same":  # but for the stage: one that sums in the same order
         other |= {"stage": case["stage"] ^ 1, "policy": "at_step"}
         other["tiers"] = "device" if case["tiers"] in STATES_ON_DEVICE else "offload"

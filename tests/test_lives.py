@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from tests.life import BASE, Case, Machine, cases, check, name_of
+from tests.covering import Case, name_of
+from tests.life import BASE, Machine, cases, check
 
 MACHINE = Machine()
 

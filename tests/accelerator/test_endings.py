@@ -11,7 +11,8 @@ import pytest
 import torch
 from tests.accelerator import emulated
 from tests.accelerator.machine import MACHINE
-from tests.life import BASE, Case, Leg, at, batch, name_of, one_step, pairs, sized, subject
+from tests.covering import Case, name_of, pairs
+from tests.life import BASE, Leg, at, batch, one_step, sized, subject
 
 import wherry
 from wherry.errors import WherryError

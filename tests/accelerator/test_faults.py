@@ -12,8 +12,9 @@ from typing import Any
 import pytest
 import torch
 from tests.accelerator.machine import MACHINE
+from tests.covering import Case
 from tests.engine.harness import Run, assert_equal
-from tests.life import BASE, Case, at, on_ranks, whole
+from tests.life import BASE, at, on_ranks, whole
 
 from wherry.activations import stores
 from wherry.sharding.flat_gradient import FlatGradient

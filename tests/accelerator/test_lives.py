@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from tests.accelerator.machine import MACHINE
-from tests.life import Case, cases, check, name_of
+from tests.covering import Case, name_of
+from tests.life import cases, check
 
 
 @pytest.mark.parametrize("case", cases(device=("apart",)), ids=name_of)

@@ -24,23 +24,10 @@ from tests.accelerator import emulated, process_group
 from tests.accelerator.machine import MACHINE
 from tests.accelerator.test_faults import gathered_before_the_copy_up
 from tests.cli.programs import environment, free_port
+from tests.covering import Case, name_of
 from tests.engine.harness import Run, adamw, assert_equal
 from tests.forks import ENGINE, QUIET, ROOT, Child, Forks
-from tests.life import (
-    BASE,
-    Case,
-    Leg,
-    at,
-    batch,
-    config_of,
-    mean_losses,
-    name_of,
-    on_ranks,
-    one_step,
-    sized,
-    subject,
-    whole,
-)
+from tests.life import BASE, Leg, at, batch, config_of, mean_losses, on_ranks, one_step, sized, subject, whole
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import wherry

@@ -1,4 +1,4 @@
-"""Any to any: what one number of ranks, stage and tier has saved every other loads, and the states are the same bits."""
+"""Any checkpoint to any layout: every number of ranks, stage and tier loads what another saved, bit for bit."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.checkpoint.harness import Shape, assert_same, on, save_from, state_of
-from tests.life import Case, name_of, pairs
+from tests.covering import Case, name_of, pairs
 from tests.tiers.rows import zero_block
 
 from wherry.parallel.comm import Comm

@@ -135,6 +135,7 @@ class Bytes:
         return bytes(ids).decode(errors="replace")
 
 
+@pytest.mark.long
 @given(text=st.text(min_size=8, max_size=20))
 def test_a_character_is_shown_when_it_is_whole(text):
     with redirect_stdout(io.StringIO()) as shown, mock.patch.object(Stream, "PIECE", 12):

@@ -96,10 +96,15 @@ def _check_flags(where: str, words: list[str]) -> None:
 
 
 def _run(command: str, forks: Any, folder: Path) -> subprocess.CompletedProcess[str]:
-    words = shlex.split(command, comments=True)
+    words, out = shlex.split(command, comments=True), None
+    if words[-2:-1] == [">"]:
+        words, out, command = words[:-2], folder / words[-1], command.partition(" > ")[0]
     alone = not set("|<>&;*$") & set(command.partition(" #")[0])
     if words[0] == "wherry" and alone:
-        return forks.run("-c", TOY, *words[1:], folder=folder, launched=False, timeout=280)
+        done = forks.run("-c", TOY, *words[1:], folder=folder, launched=False, timeout=280)
+        if out is not None:
+            out.write_text(done.stdout)
+        return done
     # Where a command is one of several, or another program, a shell runs it.
     toy = folder / "bin" / "wherry"
     if not toy.exists():

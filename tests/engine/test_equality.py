@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 
 import pytest
+from tests.covering import Case, name_of, pairs
 from tests.engine.harness import Run, assert_close, assert_equal, make_model, train_engine, train_plain
-from tests.life import Case, name_of, pairs
 
 STEPS = 6
 

@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.covering import Case, name_of
 from tests.gpu.warm import DEVICE
-from tests.life import Case, Device, cases, check, name_of
+from tests.life import Device, cases, check
 
 from wherry.parallel.comm import Comm
 from wherry.parallel.topology import Topology, default_device

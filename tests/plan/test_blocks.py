@@ -57,27 +57,31 @@ def placed(device: str, folder: Path) -> dict[str, Any]:
     return zero(3, offload_optimizer=place, offload_param=place | ({"max_in_cpu": 0} if device == "nvme" else {}))
 
 
-# Configs, and whether the device has memory of its own.
-CASES: dict[str, tuple[dict[str, Any], bool]] = {
-    "data parallel": (zero(0) | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, False),
-}
-MORE: dict[str, tuple[dict[str, Any], bool]] = {
-    "ZeRO-2": (zero(2), True),
-    "recomputed": (zero(3) | {"activation_checkpointing": {"policy": "recompute"}}, False),
-    "on the host": ({"on": "cpu"}, True),
-    "ZeRO-2 with accumulation": (zero(2) | {"gradient_accumulation_steps": 4}, True),
-    "together": (zero(3) | {"gradient_accumulation_steps": 2, "wherry": {"accumulation": "layer_major"}}, True),
-    "clipped, on the host that computes": ({"on": "cpu", "gradient_clipping": 1.0}, False),
-    "on disk": ({"on": "nvme"}, True),
-}
+LONG, NIGHTLY = pytest.mark.long, pytest.mark.nightly
+# Layers, a config, and whether the device has memory of its own.
+CASES = [
+    pytest.param(LAYERS, zero(0) | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, False, id="data parallel"),
+    pytest.param(LAYERS, zero(2), True, marks=LONG, id="ZeRO-2"),
+    pytest.param(LAYERS, zero(2) | {"gradient_accumulation_steps": 4}, True, marks=NIGHTLY, id="accumulated"),
+    pytest.param(
+        LAYERS_AHEAD, zero(3) | {"activation_checkpointing": {"policy": "recompute"}}, False, marks=LONG, id="recomputed"
+    ),
+    pytest.param(
+        LAYERS_AHEAD, zero(3) | {"gradient_accumulation_steps": 2, "wherry": {"accumulation": "layer_major"}}, True,
+        marks=NIGHTLY, id="together",
+    ),
+    pytest.param(LAYERS_AHEAD, {"on": "cpu"}, True, marks=LONG, id="on the host"),
+    pytest.param(LAYERS_AHEAD, {"on": "cpu", "gradient_clipping": 1.0}, False, marks=NIGHTLY, id="clipped, on the host"),
+    pytest.param(LAYERS_AHEAD, {"on": "nvme"}, True, marks=LONG, id="on disk"),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", [*CASES, *(pytest.param(name, marks=pytest.mark.long) for name in MORE)])
-def test_few_blocks_tell_of_all(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given, gpu = {**CASES, **MORE}[name]
+@pytest.mark.parametrize(("layers", "given", "gpu"), CASES)
+def test_few_blocks_tell_of_all(
+    layers: int, given: dict[str, Any], gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     more = dict(given)
     more |= placed(more.pop("on"), tmp_path) if "on" in more else {}
-    layers = LAYERS if name in CASES else LAYERS_AHEAD
     assert_few_tell_of_all(deep(layers), layers, configs.load(config(0) | more), gpu, monkeypatch)
 
 

@@ -178,7 +178,7 @@ def test_a_machine_of_which_all_is_said_is_not_measured(
     assert error(capsys, *SMALLER, *flags[:-2]) == "wherry: measured\n"
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_gpus_that_compute_bf16_slowly_are_told_of_fp16(capsys: pytest.CaptureFixture[str]) -> None:
     told = found(capsys, "gpt2-124m", "--machine", "v100", "--set", "zero_optimization.stage=1")
     assert told["change"]["values"] == {"fp16.enabled": True} and not told["notes"]

@@ -54,6 +54,7 @@ def test_collectives_are_those_of_the_papers() -> None:
         assert told == pytest.approx(expected, rel=0.15), stage
 
 
+@pytest.mark.long
 def test_copies_take_the_time_of_the_bus() -> None:
     slow, shard = replace(H100, pcie=1e6), 2 * answer(config(0)).parameters / 2
     offload = terms(placed(2, "cpu", "none"), slow)
@@ -88,7 +89,7 @@ def test_the_products_of_muon_are_the_updates(precision: str) -> None:
     assert muon - adamw == pytest.approx(5 * (square + 2 * wide) / 1e6, rel=0.01)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_products_of_muon_on_the_host_are_told_of() -> None:
     zero = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
     notes = [
@@ -120,7 +121,7 @@ def test_micro_batches_that_go_together_send_once_and_keep_more() -> None:
     assert any("is counted as engine.train_batch runs it" in note for note in together.notes)
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_auto_runs_micro_batches_together_where_that_is_faster() -> None:
     """Where the link between ranks is slow; not where nothing travels."""
     source, given = find(make), configs.load({**config(3, accumulation=4), "train_micro_batch_size_per_gpu": 2})

@@ -317,7 +317,7 @@ def test_what_was_measured_while_others_worked_is_not_kept(
     assert not (tmp_path / "cache").exists()
 
 
-@pytest.mark.long
+@pytest.mark.nightly
 def test_rates_are_measured(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     typical = rates._typical
     monkeypatch.setattr(rates, "_typical", lambda work, device, seconds=0.0: typical(work, device, 0.0))

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from tests.covering import Case, name_of, pairs
 from tests.engine.harness import Run, adamw, assert_equal, engine_of, make_model, settings, token_batch, train_step
-from tests.life import Case, name_of, pairs
 from tests.tiers.rows import ROWS, offload
 from tests.tiers.test_placements import train
 
