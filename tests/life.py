@@ -421,7 +421,7 @@ def straight(leg: Leg) -> Run:
     return leg.end()
 
 
-def whole(leg: Leg, saved: Path, further: int = 0) -> Run:
+def whole(leg: Leg, saved: Path) -> Run:
     """Train, save, generate, train on; load, and train on again."""
     leg.train(FIRST)
     leg.engine.save_checkpoint(str(saved))
@@ -433,8 +433,6 @@ def whole(leg: Leg, saved: Path, further: int = 0) -> Run:
     assert list(map(float, again)) == list(map(float, first)), "as after the save"
     del leg.run.losses[-len(SECOND) :]
     assert leg.run.norms.pop() == leg.run.norms[-1]
-    if further:
-        leg.train(tuple(range(4, 4 + further)))
     return leg.end()
 
 

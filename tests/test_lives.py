@@ -1,4 +1,4 @@
-"""Every two factors of a training meet in a life on ranks that are threads."""
+"""Lives on ranks that are threads, in which every two factors of a training meet."""
 
 from __future__ import annotations
 

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import inspect
 import json
+import os
 import re
 import sys
 import threading
@@ -44,7 +45,7 @@ def _is_on_hub(model: str) -> bool:
     """Whether this can only be a name on the hub: what begins as a path does is one."""
     owner, _, name = model.partition("/")
     is_name = _ON_HUB.fullmatch(model) is not None and not owner.startswith(".") and not name.endswith(".json")
-    return is_name and not Path(owner).exists()
+    return is_name and not os.path.exists(owner)
 
 
 def located(model: Any, *, online: bool = False) -> Any:
@@ -179,6 +180,8 @@ def _read_config(file: Path) -> dict[str, Any]:
         raise WherryError(f"MODEL: {file} cannot be read as a Hugging Face config: {error}") from None
     if not isinstance(values, dict) or not isinstance(values.get("model_type"), str):
         raise WherryError(f'MODEL: {file} has no "model_type", so it is not the config of a Hugging Face model')
+    if not isinstance(names := values.get("architectures") or [], list):
+        raise WherryError(f"MODEL: {file}: architectures: expected a list of names, got {one_line(str(names), 80)}")
     checked: dict[str, Any] = _checked(values, file, ())
     return checked
 

@@ -31,12 +31,12 @@ set_devices: Callable[[int], None] = device_lib.set_devices
 
 
 def lateness(probability: float) -> float:
-    """How late work runs: at 1 only when something waits for it, at 0 at once. Returns what it was."""
+    """Set how late work runs: at 1 only when something waits for it, at 0 at once. Returns the value before."""
     return device_lib.lateness(probability)
 
 
 def limit(nbytes: int | None, device: int = 0) -> None:
-    """How much memory the device has. Cached blocks count, until they are in the way."""
+    """Limit the device's memory. Cached blocks count, until a new block needs their room."""
     device_lib.limit(device, nbytes or 0)
 
 
@@ -46,12 +46,12 @@ def fail_after(count: int | None) -> None:
 
 
 def poison_targets(on: bool) -> bool:
-    """Whether the host memory that a late copy will write holds 0xFF until then. Returns what it was."""
+    """Fill host memory that a late copy will write with 0xFF until then, or not. Returns the value before."""
     return device_lib.poison_targets(on)
 
 
 def queued(device: int = 0) -> int:
-    """How many items wait in the streams of the device."""
+    """Count the items that wait in the streams of the device."""
     return device_lib.queued(device)
 
 

@@ -90,7 +90,7 @@ MET = [
 
 @pytest.mark.parametrize(("case", "phase"), MET, ids=lambda value: value if isinstance(value, str) else name_of(value))
 def test_no_memory_on_the_device(case: Case, phase: str, tmp_path: Path) -> None:
-    """After the error the same call does the same as if there had been none; where weights are spoilt, after a load."""
+    """Repeat the call after its error: it has the result of a call without one; where weights are spoilt, after a load."""
     before = MACHINE.held()
     subject, act = Saved(case, tmp_path), PHASES[phase]
     at_first = subject.weights()
@@ -137,7 +137,7 @@ def chain_of(error: BaseException) -> list[BaseException]:
 
 
 class Broken(RuntimeError):
-    """What a user's code raises."""
+    """An error of a user's code."""
 
 
 def breaks(place: int, backward: bool, kind: type[BaseException]) -> Callable[[Any], Any]:

@@ -1,4 +1,4 @@
-"""What the host gives to a device that is there: cores for its kernels, memory of all nodes, and a clear refusal."""
+"""The host's side of a device: cores left for its launches, memory of all nodes, and a clear refusal."""
 
 from __future__ import annotations
 

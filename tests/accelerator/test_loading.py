@@ -1,4 +1,4 @@
-"""What a device holds while a model of 8 GB is loaded by the first rank of eight: its shards, and one unit."""
+"""The first of eight ranks loads a model of 8 GB within its shards and one unit of device memory."""
 
 from __future__ import annotations
 

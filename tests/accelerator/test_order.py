@@ -1,4 +1,4 @@
-"""What the host queues in what order, and what it waits for: on a device that runs nothing before it is waited for."""
+"""Order of the work that the host queues, and its waits, on a device where nothing runs before a wait."""
 
 from __future__ import annotations
 

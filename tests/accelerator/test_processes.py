@@ -22,7 +22,6 @@ import torch
 import torch.distributed as dist
 from tests.accelerator import emulated, process_group
 from tests.accelerator.machine import MACHINE
-from tests.accelerator.test_faults import gathered_before_the_copy_up
 from tests.cli.programs import environment, free_port
 from tests.covering import Case, name_of
 from tests.engine.harness import Run, adamw, assert_equal
@@ -34,8 +33,6 @@ import wherry
 from wherry.errors import PeerError, WherryError
 from wherry.parallel.comm import ProcessGroupComm, backend_of
 from wherry.sharding.norm import Norm
-from wherry.sharding.reduce import Lane
-from wherry.tickets import DONE, Ticket
 
 RANKS = 2
 NAME = "tests.accelerator.test_processes"
@@ -74,7 +71,7 @@ class Pair:
                     self.ranks.append(forks.start(command, stderr=errors, env=env, folder=ROOT))
 
     def end(self, seconds: float = 60.0) -> list[int | None]:
-        """How they ended; None if one had not by then, or long after the other had failed."""
+        """Wait for exit statuses; None for a rank that had not ended by then, or long after the other had failed."""
         deadline, codes = time.monotonic() + seconds, [rank.poll() for rank in self.ranks]
         while None in codes and time.monotonic() < deadline:
             if any(codes):
@@ -87,7 +84,7 @@ class Pair:
         return codes
 
     def results(self) -> list[Any]:
-        """What the function has returned on each rank."""
+        """Load the function's result of each rank."""
         codes = self.end()
         assert codes == [0] * RANKS, (codes, *map(self.errors, range(RANKS)))
         return [self.result(rank) for rank in range(RANKS)]
@@ -100,7 +97,7 @@ class Pair:
 
 
 def main() -> None:
-    """Of a process of a pair."""
+    """Run the task of a pair's process."""
     emulated.fill_module(os.getpid())
     torch.set_num_threads(1)
     folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
@@ -125,22 +122,19 @@ CASES: list[Case] = [
 SEEDS = 2
 
 
-def lives(rank: int, folder: Path, case: Case, seeds: list[int | None], fault: str | None = None) -> list[Run]:
-    """One life after another, each with a group of its own: calm for None, or late."""
+def lives(rank: int, folder: Path, case: Case, seeds: list[int | None]) -> list[Run]:
+    """Live once for each seed, each time with a group of its own: calm for None, or late."""
     runs = []
-    with pytest.MonkeyPatch.context() as patch:
-        if fault is not None:
-            FAULTS[fault][0](patch)
-        for seed in seeds:
-            emulated.seed(100 * rank + (seed or 0))
-            emulated.lateness(0.0 if seed is None else 0.9)
-            own = case | {"policy": "at_step"} if seed is None else case
-            swap = folder / str(seed) / "swap"
-            swap.mkdir(parents=True, exist_ok=True)
-            with sized(own):
-                leg = Leg(own, swap, None, (rank, RANKS), subject(own))
-                runs.append(whole(leg, swap.parent / "saved"))
-            assert not dist.is_initialized(), "who started the group ends it"
+    for seed in seeds:
+        emulated.seed(100 * rank + (seed or 0))
+        emulated.lateness(0.0 if seed is None else 0.9)
+        own = case | {"policy": "at_step"} if seed is None else case
+        swap = folder / str(seed) / "swap"
+        swap.mkdir(parents=True, exist_ok=True)
+        with sized(own):
+            leg = Leg(own, swap, None, (rank, RANKS), subject(own))
+            runs.append(whole(leg, swap.parent / "saved"))
+        assert not dist.is_initialized(), "who started the group ends it"
     return runs
 
 
@@ -160,88 +154,6 @@ def test_a_life_in_late_processes_has_the_bits_of_calm_ones_and_of_threads(
     assert_equal(Run(weights=first.weights), Run(weights=second.weights))
     first.losses = mean_losses([first, second])
     assert_equal(first, threads)
-
-
-# ---- Planted faults
-
-
-def finished_before_it_is_over(patch: Patch) -> None:
-    """What is reduced is used, and its buffer given back, before the computing stream waits for the reduction."""
-
-    def wait(self: Lane, keep: int = 0, *, ended: bool = False) -> None:
-        while len(self._under_way) > keep or (ended and self._under_way and self._under_way[0][0].done()):
-            ticket, finish = self._under_way.popleft()
-            finish()
-            ticket.wait()
-
-    patch.setattr(Lane, "wait", wait)
-
-
-def gathered_and_not_waited_for(patch: Patch) -> None:
-    """Nothing waits for weights that are being gathered."""
-    gather = ProcessGroupComm._all_gather
-
-    def careless(self: ProcessGroupComm, whole: torch.Tensor, shard: torch.Tensor) -> Ticket:
-        ticket = gather(self, whole, shard)
-        return ticket if whole.device.type == "cpu" else DONE
-
-    patch.setattr(ProcessGroupComm, "_all_gather", careless)
-
-
-def reduced_before_it_is_computed(patch: Patch) -> None:
-    """A reduction does not wait for what computes the gradients."""
-    scatter = ProcessGroupComm._reduce_scatter
-
-    def careless(self: ProcessGroupComm, shard: torch.Tensor, whole: torch.Tensor) -> Ticket:
-        with torch.Stream(whole.device):
-            return scatter(self, shard, whole)
-
-    patch.setattr(ProcessGroupComm, "_reduce_scatter", careless)
-
-
-def read_before_it_is_there(patch: Patch) -> None:
-    """The host reads the norm without having waited for it."""
-
-    def read(self: ProcessGroupComm, tensor: torch.Tensor) -> list[float]:
-        if tensor.device.type == "cpu":
-            return tensor.tolist()
-        return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True).tolist()
-
-    patch.setattr(ProcessGroupComm, "read", read)
-
-
-FAULTS: dict[str, tuple[Callable[[Patch], None], Case]] = {
-    fault.__name__: (fault, TOGETHER | case)
-    for fault, case in (
-        (finished_before_it_is_over, at("device-2")),
-        (gathered_and_not_waited_for, at("device-3")),
-        (reduced_before_it_is_computed, at("device-2")),
-        (read_before_it_is_there, at("device-0") | {"clip": 0.5}),
-        (gathered_before_the_copy_up, at("offload-3-parameters")),
-    )
-}
-TRIES = 4
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("fault", FAULTS)
-def test_a_planted_fault_is_found(fault: str, forks: Forks, tmp_path: Path) -> None:
-    plant, case = FAULTS[fault]
-    calm, *late = Pair(forks, tmp_path / "mended", lives, case, [None, 0]).results()[0]
-    for run in late:
-        assert_equal(run, calm)
-
-    def differs(seed: int) -> bool:
-        pair = Pair(forks, tmp_path / str(seed), lives, case, [seed], fault)
-        if pair.end() != [0] * RANKS:  # an error that finds it before the numbers do
-            return True
-        try:
-            assert_equal(pair.result(0)[0], calm)
-        except AssertionError:
-            return True
-        return False
-
-    assert any(map(differs, range(TRIES))), plant.__doc__
 
 
 # ---- A rank that is gone
@@ -332,7 +244,7 @@ def _on_device(tensors: list[torch.Tensor]) -> bool:
 
 
 def counted(rank: int, folder: Path, row: str, spoilt: bool) -> tuple[int, dict[str, int], int, int]:
-    """Of a third step: reads, scalars, and copies down; and the reads of the forward and backward before it."""
+    """Count a third step's reads, scalars, and copies down, and the reads of its forward and backward."""
     config, model = config_of(TOGETHER | at(row) | {"policy": "at_step", "clip": 0.5}, folder), subject(TOGETHER)
     engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
     for step in range(2):
@@ -356,7 +268,7 @@ def counted(rank: int, folder: Path, row: str, spoilt: bool) -> tuple[int, dict[
     return len(reads) - before, dict(scalars.found), len(traced.of("down")), before
 
 
-@pytest.mark.parametrize("row", ["device-0", "device-2", "device-3"])
+@pytest.mark.parametrize("row", ["device-0", "device-3"])
 def test_a_step_waits_for_the_device_once(row: str, forks: Forks, tmp_path: Path) -> None:
     """The norm, which tells of inf and NaN, of missing gradients, and of mixed-up weights."""
     for reads, scalars, copies, before in Pair(forks, tmp_path, counted, row, False).results():
@@ -372,7 +284,7 @@ def test_a_second_wait_would_be_counted(forks: Forks, tmp_path: Path) -> None:
 
 
 def without_the_device(rank: int, folder: Path, backend: str) -> tuple[str, list[float]]:
-    """What Wherry says of a group of the user's; and the losses once it may start its own."""
+    """Get the error about a user's group, and the losses once Wherry may start its own."""
     dist.init_process_group(backend, init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     config, model = config_of(TOGETHER | at("device-2"), folder), subject(TOGETHER)
     with pytest.raises(WherryError) as refused:

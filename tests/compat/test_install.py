@@ -55,6 +55,7 @@ def test_the_command_prints_the_paths(monkeypatch, capsys):
         assert capsys.readouterr().out.strip() == str(expected)
 
 
+@pytest.mark.smoke
 def test_the_folder_on_the_path_gives_the_same_and_rank_zero_says_so(python):
     done = python("import sys\nassert 'wherry.compat' not in sys.modules\n" + LOOK, PYTHONPATH=ON_PATH)
     assert done.returncode == 0, done.stderr

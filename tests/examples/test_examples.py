@@ -2,9 +2,12 @@
 
 from pathlib import Path
 
+import pytest
+
 EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
+@pytest.mark.smoke
 def test_the_plain_loop(forks, tmp_path):
     done = forks.run(EXAMPLES / "train_with_wherry.py", ranks=2, folder=tmp_path)
     assert done.returncode == 0, done.stderr[-5000:]

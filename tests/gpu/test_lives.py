@@ -1,4 +1,4 @@
-"""On a GPU: lives with copies that begin late have the bits of calm ones."""
+"""Lives on a GPU whose copies begin late have the bits of calm ones."""
 
 from __future__ import annotations
 
@@ -18,13 +18,9 @@ from wherry.parallel.topology import Topology, default_device
 from wherry.tickets import Ticket
 from wherry.tiers.streams import DeviceLink
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(
-        DEVICE is None or DEVICE.type == "emulated",
-        reason="needs an accelerator that is not emulated, which tests/accelerator/test_lives.py has",
-    ),
-]
+pytestmark = pytest.mark.gpu
+# tests/accelerator/test_lives.py has those of the emulated device.
+CASES = cases(device=("apart",)) if DEVICE is not None and DEVICE.type != "emulated" else ()
 # Cycles that a late copy waits at most: about a millisecond, longer than a tiny model's whole forward.
 LATE = 2_000_000
 
@@ -58,6 +54,6 @@ class Accelerator(Device):
 MACHINE = Accelerator()
 
 
-@pytest.mark.parametrize("case", cases(device=("apart",)), ids=name_of)
+@pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_a_life_has_the_bits_of_a_calm_one(case: Case, tmp_path: Path) -> None:
     check(case, tmp_path, MACHINE)

@@ -1,4 +1,4 @@
-"""On a GPU: what a plan says a step needs of the device, against the most that torch's allocator has handed out."""
+"""A plan's device memory of a step against the peak of torch's allocator."""
 
 from __future__ import annotations
 
@@ -99,7 +99,11 @@ def highest(config: dict[str, Any]) -> int:
     return found
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+# A CPU takes long for each.
+NAMES = ("bf16", "recomputed", "half of it", "updates after the norm", "on disk") if EMULATED else tuple(CONFIGS)
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_plan_is_within_eight_percent_of_the_allocators_peak(name: str, tmp_path: Path) -> None:
     config = placed(CONFIGS[name], tmp_path) | {"train_micro_batch_size_per_gpu": MICRO}
     machine = described(known("a100"), gpus=1)

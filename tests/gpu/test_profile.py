@@ -1,4 +1,4 @@
-"""On a GPU: what is recorded of a step is what torch's allocator has, with its own snapshot and the kernels beside."""
+"""The recorded memory of a step is that of torch's allocator, with its own snapshot and the kernels beside."""
 
 from __future__ import annotations
 

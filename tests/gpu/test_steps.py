@@ -1,4 +1,4 @@
-"""On an accelerator: the same engine, the same results. `pytest tests/gpu`, on a machine that has one."""
+"""The engine on an accelerator has the results of one on the CPU: `pytest tests/gpu`, on a machine that has one."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def exact_matmul() -> Any:
-    """Where products in fp32 may be rounded to less."""
+    """Multiply fp32 matrices in fp32, where TF32 is the default."""
     before = torch.backends.cuda.matmul.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = False
     yield
@@ -85,7 +85,7 @@ def test_every_byte_is_given_back() -> None:
 
 
 def test_a_released_unit_holds_no_device_memory() -> None:
-    """After a step at stage 3 a rank holds its shards, gradients and optimizer state, and nothing whole."""
+    """Hold shards, gradients and optimizer state after a step at stage 3, and no whole weights."""
     model = make_model()
 
     def body(comm: Comm) -> None:

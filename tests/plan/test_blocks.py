@@ -60,18 +60,21 @@ def placed(device: str, folder: Path) -> dict[str, Any]:
 LONG, NIGHTLY = pytest.mark.long, pytest.mark.nightly
 # Layers, a config, and whether the device has memory of its own.
 CASES = [
-    pytest.param(LAYERS, zero(0) | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, False, id="data parallel"),
+    pytest.param(
+        LAYERS, zero(0) | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, False, marks=LONG, id="data parallel"
+    ),
     pytest.param(LAYERS, zero(2), True, marks=LONG, id="ZeRO-2"),
     pytest.param(LAYERS, zero(2) | {"gradient_accumulation_steps": 4}, True, marks=NIGHTLY, id="accumulated"),
     pytest.param(
-        LAYERS_AHEAD, zero(3) | {"activation_checkpointing": {"policy": "recompute"}}, False, marks=LONG, id="recomputed"
+        LAYERS_AHEAD, zero(3) | {"activation_checkpointing": {"policy": "recompute"}}, False,
+        marks=LONG, id="recomputed",
     ),
     pytest.param(
         LAYERS_AHEAD, zero(3) | {"gradient_accumulation_steps": 2, "wherry": {"accumulation": "layer_major"}}, True,
         marks=NIGHTLY, id="together",
     ),
     pytest.param(LAYERS_AHEAD, {"on": "cpu"}, True, marks=LONG, id="on the host"),
-    pytest.param(LAYERS_AHEAD, {"on": "cpu", "gradient_clipping": 1.0}, False, marks=NIGHTLY, id="clipped, on the host"),
+    pytest.param(LAYERS_AHEAD, {"on": "cpu", "gradient_clipping": 1.0}, False, marks=NIGHTLY, id="clipped"),
     pytest.param(LAYERS_AHEAD, {"on": "nvme"}, True, marks=LONG, id="on disk"),
 ]  # fmt: skip
 

@@ -30,7 +30,7 @@ class Runs:
 
 
 SPARSE = torch.ones(3).to_sparse()
-VAST = torch.ones(1).expand(1, 10**12)  # 4 TB in one element of storage
+VAST = torch.ones(1).expand(10**9, 1000)  # 4 TB in one element of storage
 
 _ENDLESS: list[Any] = []
 _ENDLESS.append(_ENDLESS)

@@ -64,6 +64,7 @@ def _endless() -> list[Any]:
 BIG = torch.ones(10_000)
 NONE = {"shape": [0], "dtype": "float32", "kind": "parameter", "states": {}}
 STATE_0 = "optimizer_state_dict/base_optimizer_state/state/0"
+INNER_3 = "optimizer_state_dict/optimizer_state_dict"
 FLATS = "optimizer_state_dict/single_partition_of_fp32_groups"
 OPTIONS = "engine/optimizer/groups/0/options"
 MINE = "engine/client_state"
@@ -190,6 +191,8 @@ ROWS: list[tuple[str, str, Any, str]] = [
     ("deepspeed_model", "frozen_param_shapes", {"head": (3,)}, "head is in two groups, or trained and frozen or tied"),
     ("deepspeed_model", "frozen_param_shapes", {"f": (300,)}, "of 300 elements are there"),
     ("deepspeed_model", "frozen_param_fragments", None, "f: of one dtype 0 of 3 elements"),
+    ("deepspeed_model", "buffer_names", VAST, "buffer_names: expected a list, got a tensor"),
+    ("deepspeed_model", "param_shapes", VAST, "param_shapes: expected a list, got a tensor"),
     ("deepspeed_model", "global_steps", "5", "global_steps: input should be a valid integer"),
     ("deepspeed_model", "epoch", _endless(), "epoch: expected at most 1,000,000 values, at most 64 deep"),
     ("deepspeed_optimizer", "optimizer_state_dict", DROP, "optimizer_state_dict: field required"),
@@ -204,6 +207,9 @@ ROWS: list[tuple[str, str, Any, str]] = [
     ("deepspeed_optimizer", STATE_0, more(**{"exp_avg:0": torch.ones(9)}), "string should match pattern"),
     ("deepspeed_optimizer_3", "optimizer_state_dict/fp32_flat_groups", [torch.ones(9)], "each has|groups"),
     ("deepspeed_optimizer_3", "optimizer_state_dict/optimizer_state_dict", [{}], "has 2 flat weights, and states of 1"),
+    ("deepspeed_optimizer_3", f"{INNER_3}/state", {}, r"has states \['weight'\]; expected \['exp_avg', 'weight'\]"),
+    ("deepspeed_optimizer_3", f"{INNER_3}/param_groups/0/lr", BIG, "step: param_groups: a tensor is not expected"),
+    ("deepspeed_stage_0", "optimizer", BIG, "optimizer: input should be a valid dictionary"),
     ("deepspeed_stage_0", "optimizer/cur_scale", -1.0, "cur_scale: input should be greater than 0"),
     ("deepspeed_stage_0", "optimizer/scale_window", 0, "scale_window: input should be greater than or equal to 1"),
     ("deepspeed_stage_0", "optimizer/optimizer_state_dict/state/0/exp_avg", torch.ones(1), "of exp_avg"),
@@ -224,9 +230,13 @@ ROWS: list[tuple[str, str, Any, str]] = [
     ("model_config", "", more(cls=1, self=2), "does not take"),
     ("model_config", "n_positions", -8, "max_position_embeddings: expected 1 or more, got -8"),
     ("model_config", "vocab_size", -8, "negative dimension -8"),
+    ("model_config", "architectures", 0.5, "architectures: expected a list of names, got 0.5"),
+    ("model_config", "architectures", True, "architectures: expected a list of names, got True"),
     ("model_config", "model_type", DROP, 'has no "model_type"'),
     ("model_config", "model_type", "gpt2\0", r"Unrecognized model identifier: gpt2\\x00"),
     ("adapter", "base_model_name_or_path", "nowhere", "is an adapter of nowhere, which is not here"),
+    ("adapter", "base_model_name_or_path", "x" * 5000, r"is an adapter of x+\.\.\. .*, which is not here"),
+    ("adapter", "base_model_name_or_path", "x" * 5000 + "/y", r"is an adapter of x+\.\.\. .*, which is not here"),
     ("adapter", "base_model_name_or_path", DROP, "does not say whose adapter it is"),
     ("bits", "quantization_config", [1], "quantization_config cannot be read"),
     ("bits", "quantization_config", {"quant_method": "gptq"}, "holds weights in few bits by gptq"),

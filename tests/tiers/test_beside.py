@@ -1,4 +1,4 @@
-"""What updates run beside: who waits for an update, for its reads, its writes and its gathers, and who does not."""
+"""Updates overlap forwards and backwards: each use waits for its own update, reads, writes and gathers alone."""
 
 from __future__ import annotations
 
@@ -220,7 +220,7 @@ def test_what_the_next_forward_waits_for_first_is_read_in_the_backward(
 def test_after_a_backward_its_updates_are_made_in_the_order_of_the_forward(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Which waits for the first unit first, whose gradients came last."""
+    """Update the first unit early, as the next forward waits for it first."""
     model = make_model()
     config = offload("disk-2", tmp_path, "in_backward", optimizer={"buffer_count": 2})
     engine = engine_of(model, settings(2, more=config))
@@ -259,14 +259,14 @@ class Event:
         """The stream comes after it."""
 
     def synchronize(self) -> None:
-        """What was recorded is over."""
+        """Return at once: the recorded work is over."""
 
 
 @pytest.mark.parametrize(("up", "how"), [(True, "wait"), (True, "finish"), (False, "wait"), (False, "release")])
 def test_a_copy_lets_go_of_the_devices_memory_as_soon_as_its_stream_waits(
     up: bool, how: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What has come to the device is its user's alone: a ticket that lives longer does not keep it."""
+    """Free device memory with its last user: a ticket that lives longer does not keep it."""
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: None)
     target, source = torch.empty(4), torch.empty(4)
     copy = _Copy(torch.device("xpu", 0), Event(), not up, target, source)  # type: ignore[arg-type]

@@ -17,8 +17,6 @@ from tests.tiers.test_placements import train
 
 import wherry
 from wherry.errors import WherryError
-from wherry.parallel.comm import Comm
-from wherry.testing import run_ranks
 
 
 def simulate(ranks: int, steps: int, first_late: int, clip: float, accumulation: int = 1) -> Run:
@@ -74,45 +72,6 @@ def test_the_published_schedule(case: Case, tmp_path: Path) -> None:
     assert run.norms == pytest.approx(expected.norms, rel=1e-5)
     for name, weight in expected.weights.items():
         torch.testing.assert_close(run.weights[name], weight, rtol=0, atol=1e-5)
-
-
-def exchanged(ranks: int, steps: int, first_late: int, clip: float, more: dict[str, Any]) -> Run:
-    """Without offload, by the same kernels: gradients are exchanged for those of the step before."""
-    model = make_model()
-
-    def body(comm: Comm) -> Run:
-        mine = copy.deepcopy(model)
-        engine = engine_of(mine, settings(1, 1, clip, more), comm)
-        run, kept = Run(), dict[str, torch.Tensor]()
-        for step in range(steps + 1):  # in the last one the last update is made
-            loss = engine(*token_batch(step, 0, comm.rank))
-            engine.backward(loss)
-            run.losses.append(sum(comm.gather_objects(float(loss.detach()))) / comm.size)
-            coming = {name: engine.gradients(name) for name, _ in model.named_parameters()}
-            late = step + 1 >= first_late
-            for name, gradient in kept.items():
-                engine.states.set_gradient(name, gradient)
-            engine.zero_grad() if late and not kept else engine.step()
-            kept = coming if late else {}
-        run.losses.pop()
-        run.weights = {name: p.detach().clone() for name, p in engine.module.named_parameters()}
-        engine.close()
-        return run
-
-    return run_ranks(ranks, body)[0]
-
-
-@pytest.mark.parametrize(("row", "precision"), [("offload-2", "fp32"), ("infinity", "bf16")])
-def test_late_updates_have_the_bits_of_updates_with_gradients_that_were_kept(
-    row: str, precision: str, tmp_path: Path
-) -> None:
-    config = offload(row, tmp_path, "delayed", precision)
-    config["wherry"]["delayed_update_warmup"] = 3
-    more = {} if precision == "fp32" else {precision: {"enabled": True}}
-    expected = exchanged(2, 6, 3, 0.5, more)
-    run = train(config, stage=ROWS[row][0], ranks=2, clip=0.5, seed=8, steps=6)
-    run.norms.clear()
-    assert_equal(run, expected)
 
 
 def test_every_other_step_is_skipped(tmp_path: Path) -> None:

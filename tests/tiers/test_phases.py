@@ -1,4 +1,4 @@
-"""Between phases states leave the device and come back, to the bit; and a disk that fails is told to every rank."""
+"""States leave the device between phases and return bit for bit; every rank reports a disk that fails."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def begin(row: str, folder: Path, policy: str, **more: Any) -> tuple[Any, Any, C
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_states_leave_one_after_another_within_a_window(stage: int) -> None:
-    """What is away stays away, and the window goes on with the gradients that it had."""
+    """Keep states away that are away, and go on in the window with its gradients."""
     model = make_model()
 
     def body(comm: Comm) -> list[float]:

@@ -1,4 +1,4 @@
-"""What does not fit is found before training, with what would; and less memory than the states take is enough."""
+"""States that do not fit are found before training; with disk, less memory than they take is enough."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Net(nn.Module):
         return x.square().mean()
 
 folder, limit = sys.argv[1], int(sys.argv[2])
-width, blocks = 1024, 48
+width, blocks = 1024, 24
 torch.randn(64, 64) @ torch.randn(64, 64)
 wherry.initialize(model=nn.Linear(2, 2), config={"optimizer": {"type": "AdamW", "params": {}}})[0].close()
 # Memory of its own that the process may have, from here on: the data segment, which holds private mappings.
@@ -186,15 +186,15 @@ def run_small(tmp_path: Path, folder: str, limit: int) -> subprocess.CompletedPr
 
 @pytest.mark.usefixtures("launched")
 def test_a_model_whose_states_are_several_times_the_memory_trains(tmp_path: Path) -> None:
-    """805 MB of states within 200 MB; without the disk the same process is out of memory."""
+    """402 MB of states within 100 MB; without the disk the same process is out of memory."""
     swap = tmp_path / "swap"
     swap.mkdir()
-    done = run_small(tmp_path, str(swap), 200_000_000)
+    done = run_small(tmp_path, str(swap), 100_000_000)
     assert done.returncode == 0, done.stderr[-2000:]
     states = int(done.stdout.split()[1])
-    assert states > 4 * 200_000_000
+    assert states > 4 * 100_000_000
     assert list(swap.iterdir()) == []
-    assert run_small(tmp_path, "-", 200_000_000).returncode != 0
+    assert run_small(tmp_path, "-", 100_000_000).returncode != 0
 
 
 KILLED = """

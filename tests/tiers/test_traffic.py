@@ -174,7 +174,7 @@ def held_by(memory: Any, tier: str) -> int:
     ],
 )
 def test_the_table_of_memory_is_what_there_is(row: str, apart: bool, tmp_path: Path) -> None:
-    """What is expected and what is held, and that beside what pools have lent and the disk has reserved."""
+    """Compare the table's expected and held bytes with those that pools have lent and the disk has reserved."""
     model = make_model()
 
     def body(comm: Comm) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import math
+import os
 import shutil
 import tempfile
 import warnings
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from wherry.config.problems import path_meant
-from wherry.errors import WherryError
+from wherry.errors import WherryError, one_line
 from wherry.integrations.bits import bits_in, load_codes, to_bits
 from wherry.regular import read_regular
 
@@ -72,10 +73,10 @@ def base_of(adapter: Path, command: str) -> Path:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise WherryError(f"{command}: {file} does not say whose adapter it is: {error}") from None
     folder = folder_on(found, command, fetch=False) if isinstance(found, str) else Path()
-    if not isinstance(found, str) or not folder.exists():
+    if not isinstance(found, str) or not os.path.exists(folder):  # a path that is too long is none
         raise WherryError(
-            f"{command}: {adapter} is an adapter of {found}, which is not here; give that model's folder as MODEL, and "
-            f"--adapter {adapter}"
+            f"{command}: {adapter} is an adapter of {one_line(str(found))}, which is not here; give that model's "
+            f"folder as MODEL, and --adapter {adapter}"
         )
     return folder
 

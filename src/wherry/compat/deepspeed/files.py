@@ -133,6 +133,13 @@ def _small(value: Any) -> Any:
     return value
 
 
+def _listed(value: Any) -> Any:
+    """Refuse a tensor in place of a list: its rows can be iterated, and one element of a file can have 10^9 of them."""
+    if isinstance(value, torch.Tensor):
+        raise ValueError("expected a list, got a tensor")
+    return value
+
+
 def _printable(text: str) -> str:
     if not text.isprintable():
         raise ValueError("expected a name that can be printed")
@@ -145,6 +152,7 @@ StateName = Annotated[str, Field(strict=True, pattern=r"^[A-Za-z_][A-Za-z0-9_]{0
 Plain = Annotated[torch.Tensor, AfterValidator(_plain)]
 Flat = Annotated[Plain, AfterValidator(_flat)]
 Small = Annotated[Any, AfterValidator(_small)]
+Listed = Annotated[list[Item], BeforeValidator(_listed)]
 # What some versions leave out, others have as None.
 _NoneIsEmpty = BeforeValidator(lambda value: () if value is None else value)
 Named = Annotated[dict[Name, Item], BeforeValidator(lambda value: {} if value is None else value)]
@@ -160,15 +168,15 @@ class ModelFile(_Form):
     __pydantic_extra__: dict[str, Small] = Field(init=False)
 
     module: dict[Name, Plain]
-    buffer_names: Annotated[list[Name], _NoneIsEmpty] = Field(default_factory=list)
+    buffer_names: Annotated[Listed[Name], _NoneIsEmpty] = Field(default_factory=list)
     # Of each group of trained parameters.
-    param_shapes: Annotated[list[dict[Name, Shape]], _NoneIsEmpty] = Field(default_factory=list)
+    param_shapes: Annotated[Listed[dict[Name, Shape]], _NoneIsEmpty] = Field(default_factory=list)
     frozen_param_shapes: Named[Shape] = Field(default_factory=dict)
     frozen_param_fragments: Named[Plain] = Field(default_factory=dict)
     shared_params: Named[Name] = Field(default_factory=dict)
     lr_scheduler: Small = None
     # At stage 0 the optimizer is in this file; read with `read_whole_optimizer`.
-    optimizer: Any = None
+    optimizer: dict[Any, Any] | None = None
     global_steps: Count = 0
     skipped_steps: Count = 0
     global_samples: Count = 0
@@ -196,16 +204,16 @@ class BaseState(BaseModel):
     """An optimizer's state in torch's form."""
 
     state: dict[int, States]
-    param_groups: list[dict[str, Small]] = Field(default_factory=list)
+    param_groups: Listed[dict[str, Small]] = Field(default_factory=list)
 
 
 class OptimizerStates(_Form):
     """The states of a rank in `*_optim_states.pt`: at stage 3 under other names than at stages 1 and 2."""
 
-    fp32_flat_groups: list[Flat] | None = None
-    single_partition_of_fp32_groups: list[Flat] | None = None
-    optimizer_state_dict: BaseState | list[States] | None = None
-    base_optimizer_state: BaseState | list[States] | None = None
+    fp32_flat_groups: Listed[Flat] | None = None
+    single_partition_of_fp32_groups: Listed[Flat] | None = None
+    optimizer_state_dict: BaseState | Listed[States] | None = None
+    base_optimizer_state: BaseState | Listed[States] | None = None
     loss_scaler: Any = None
 
 
@@ -226,13 +234,13 @@ class WholeState(BaseModel):
     model_config = ConfigDict(arbitrary_types_allowed=True)
 
     state: dict[int, WholeStates]
-    param_groups: list[dict[str, Small]]
+    param_groups: Listed[dict[str, Small]]
 
 
 class WholeOptimizer(_Form):
     """`FP16_Optimizer`'s, which other 16-bit dtypes have as well."""
 
-    fp32_groups_flat: list[Flat]
+    fp32_groups_flat: Listed[Flat]
     optimizer_state_dict: BaseState
     cur_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
     cur_iter: Count = 0
@@ -252,7 +260,7 @@ class Scale(TypedDict):
 class UniversalOptimizer(_Form):
     """`zero/optimizer_state.pt`."""
 
-    param_groups: list[dict[str, Small]]
+    param_groups: Listed[dict[str, Small]]
     optimizer_state_dict: BaseState | None = None
     loss_scaler: Any = None
     loss_scale: Scale | None = None  # what Wherry has written

@@ -53,11 +53,13 @@ def pointed_to(path: Path) -> str | None:
     if not os.path.lexists(path):
         return None
     try:
-        return read_regular(path, _LONGEST_TAG).decode("utf-8").strip()
+        return folders.check_tag(read_regular(path, _LONGEST_TAG).decode("utf-8").strip())
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     except UnicodeDecodeError:
         raise CheckpointError(f"{path} cannot be read: it is no text") from None
+    except CheckpointError as error:
+        raise CheckpointError(f"{path}: {error}") from None
 
 
 def _find(source: Path, tag: str | None) -> Path:
@@ -246,7 +248,7 @@ class _Import:
         groups = []
         for options, names in trained.groups:
             kept = {key: value for key, value in options.items() if key not in _NO_OPTIONS}
-            groups.append({"options": encode(kept, "param_groups", _no_tensors), "parameters": sorted(names)})
+            groups.append({"options": encode(kept, "param_groups", self._refuse_tensor), "parameters": sorted(names)})
         return {
             "type": "DeepSpeed",
             "steps": steps,
@@ -254,6 +256,9 @@ class _Import:
             "groups": groups,
             "scalars": {},
         }
+
+    def _refuse_tensor(self, _: torch.Tensor) -> str:
+        raise CheckpointError(f"{self.folder}: param_groups: a tensor is not expected among the optimizer's options")
 
     def _engine_values(self, optimizer: dict[str, Any] | None) -> dict[str, Any]:
         """What an engine keeps beside tensors: its counts, the schedule's state and the client state."""
@@ -293,10 +298,6 @@ class _Import:
 # Of a group of parameters, what is no option of it. `step` is a count that some optimizers begin with.
 _NO_OPTIONS = ("params", "step")
 _SCALE_1: dict[str, Any] = {"scale": 1.0, "patience": 1, "good_steps": 0}
-
-
-def _no_tensors(tensor: torch.Tensor) -> float:
-    raise CheckpointError("param_groups: a tensor is not expected among the optimizer's options")
 
 
 def _by_group(
@@ -372,6 +373,9 @@ class _Partitions:
                 raise CheckpointError(f"{path} is of another ZeRO stage than {paths[0]}")
             if (len(rank.flats) < 1) if rank.stage_3 else (len(rank.flats) != count):
                 raise CheckpointError(f"{path} has weights of {len(rank.flats)} groups, and the model has {count}")
+            kept, others = (sorted({state for flat in each.flats for state in flat}) for each in (rank, first))
+            if kept != others:
+                raise CheckpointError(f"{path} has states {kept}; expected {others}, which {paths[0]} has")
             held = sum(flat.numel() for flat in rank.all_of(WEIGHT))
             shapes = (shape for group in parts for shape in group.values())
             wanted = sum(-(-math.prod(shape) // len(paths)) for shape in shapes)
@@ -572,7 +576,7 @@ class _Universal:
         return max((states.step for states in base.state.values()), default=0) if base is not None else 0
 
     def states(self, name: str) -> Iterator[tuple[str, torch.Tensor]]:
-        for path in sorted((self._zero / name).glob("*.pt")):
+        for path in sorted({self._zero / name / "fp32.pt", *(self._zero / name).glob("*.pt")}):
             if path.stem != "step":
                 if path.stem != "fp32" and not path.stem.isidentifier():
                     raise CheckpointError(f"{path.parent}: {one_line(path.name)}: expected the name of a state")
