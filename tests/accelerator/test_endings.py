@@ -90,7 +90,7 @@ MET = [
 
 @pytest.mark.parametrize(("case", "phase"), MET, ids=lambda value: value if isinstance(value, str) else name_of(value))
 def test_no_memory_on_the_device(case: Case, phase: str, tmp_path: Path) -> None:
-    """Repeat the call after its error: it has the result of a call without one; where weights are spoilt, after a load."""
+    """Repeat the call after its error: it has the result of a call without one, after a load if weights are spoilt."""
     before = MACHINE.held()
     subject, act = Saved(case, tmp_path), PHASES[phase]
     at_first = subject.weights()
