@@ -63,6 +63,7 @@ def _refuse_processes(event: str, _: Any) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.name} from this run")
+    parser.addoption("--cpu-limit", type=float, default=FAST_CPU_SECONDS, help="CPU seconds of a fast test")
 
 
 def wants_gpu(paths: Iterable[str], marks: str) -> bool:
@@ -157,8 +158,10 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> Iterator[None]:
     spent = time.process_time() - start
     if len(sys.modules) - modules >= MANY_MODULES:
         _freeze()
-    elif pyfuncitem.get_closest_marker("fast") and not starts_processes(pyfuncitem) and spent > FAST_CPU_SECONDS:
-        limit = FAST_CPU_SECONDS * max(1.0, _spin() / SPIN_SECONDS)
+        return result
+    limit = pyfuncitem.config.getoption("cpu_limit")
+    if pyfuncitem.get_closest_marker("fast") and not starts_processes(pyfuncitem) and spent > limit:
+        limit *= max(1.0, _spin() / SPIN_SECONDS)
         if spent > limit:
             pytest.fail(
                 f"took {spent:.1f} s of CPU; on this machine a fast test takes at most {limit:.1f}; give it fewer "

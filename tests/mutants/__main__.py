@@ -58,6 +58,7 @@ def copy_project(root: Path, target: Path) -> Path:
 def search(python: Path, folder: Path, tests: list[str], marks: str, workers: int) -> tuple[str, str, float]:
     """Run tests until one fails; return a verdict, the test that failed, and the seconds."""
     command = [str(python), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks, "--timeout", "120"]
+    command += ["--cpu-limit", "60"]  # a slow test has found nothing
     command += ["-n", str(workers), "--dist", "worksteal", *(path for path in tests if (folder / path).exists())]
     began = time.monotonic()
     done = subprocess.run(

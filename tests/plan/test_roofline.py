@@ -69,6 +69,7 @@ def test_states_on_disk_take_the_time_of_the_disk(tmp_path: Path) -> None:
     assert terms(placed(2, "nvme", "none", tmp_path), disk)["disk"] == pytest.approx(2 * 6 * shard / 1e6, rel=0.15)
 
 
+@pytest.mark.long
 def test_what_the_device_updates_is_the_bus_s_and_not_the_host_s() -> None:
     slow = replace(H100, stream=1e6)
     host, some, device = (terms(placed(2, "cpu", "none", wherry={"update_on": share}), slow) for share in (0, 0.6, 1))
