@@ -30,7 +30,7 @@ PROCESS_FIXTURES = {"forks", "launched", "warm"}
 STARTS_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
 FAST_CPU_SECONDS = 1.5
 # What `_spin` takes on the machine for which the limit was chosen, with nothing else running.
-SPIN_SECONDS = 0.05
+SPIN_SECONDS = 0.03
 # Imports are paid once a worker, by whichever test comes first.
 MANY_MODULES = 40
 

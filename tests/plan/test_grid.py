@@ -45,6 +45,7 @@ def config(stage: int, **more: Any) -> dict[str, Any]:
     return {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, **BF16, **more}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("group", "stage"), [(0, 3), (7, 1)], indirect=["group"])
 def test_a_rank_of_an_engine_holds_what_is_said(group: int, stage: int) -> None:
     place, mesh = parallel.lay_out(topology.find(), Grid(2, 2))

@@ -56,6 +56,7 @@ def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
     return out.err
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("no_search")
 def test_it_says_whether_it_fits_what_limits_it_and_how_long_a_step_takes(capsys: pytest.CaptureFixture[str]) -> None:
     out = run(capsys, *SMALL, "--set", "bf16.enabled=true", "--set", "train_micro_batch_size_per_gpu=4")
@@ -338,6 +339,7 @@ def test_activations_that_are_left_to_auto_are_told_of_and_chosen(capsys: pytest
         assert ("again" in told["reasons"][key]) == (policy == "recompute")
 
 
+@pytest.mark.long
 def test_auto_leaves_what_was_given(capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ("--set", "zero_optimization.stage=2", "--set", "train_micro_batch_size_per_gpu=2")
     told = found(capsys, *SMALLER, "--machine", "h100", *fixed, "--auto")
@@ -397,6 +399,7 @@ def test_the_page_says_what_the_terminal_says(
     assert colours and colours <= set(re.findall(r'class="swatch" style="background: (var\S+)"', text))
 
 
+@pytest.mark.long
 def test_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
     zero = ("--set", "zero_optimization.stage=3", "--set", "bf16.enabled=true")
     out = run(capsys, *SMALLER, "--dry-run", "--ranks", "64", "--rank", "7", *zero)

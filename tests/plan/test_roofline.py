@@ -44,6 +44,7 @@ def placed(stage: int, optimizer: str, param: str, folder: Path | None = None, *
     return config(stage, zero_optimization=zero, **more)
 
 
+@pytest.mark.long
 def test_collectives_are_those_of_the_papers() -> None:
     """A ring sends (N-1)/N of a tensor for a gather or a scatter, and twice that for both."""
     parameters = answer(config(0)).parameters

@@ -28,6 +28,7 @@ def _text(length=10_000):
     return np.random.default_rng(0).integers(0, 256, length).astype(np.uint8)
 
 
+@pytest.mark.long
 @settings(max_examples=40)
 @given(length=st.integers(10, 400), sequence=st.integers(1, 9), seed=st.integers(0, 2**64 - 1))
 def test_samples_stay_inside_the_text(length, sequence, seed):
