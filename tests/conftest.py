@@ -16,7 +16,8 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,10 @@ HERE = Path(__file__).parent
 # Seconds that each test file took, written by `pytest --record-durations`.
 DURATIONS = HERE / "durations.json"
 PROCESS_FIXTURES = {"forks", "launched", "warm"}
-STARTS_PROCESS = {"subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system"}
+# multiprocessing's spawn and forkserver raise no event of Python's own; `_audit_multiprocessing` adds one.
+STARTS_PROCESS = {
+    "subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "multiprocessing.Process.start"
+}  # fmt: skip
 FAST_CPU_SECONDS = 1.5
 # What `_spin` takes on the machine for which the limit was chosen, with nothing else running.
 SPIN_SECONDS = 0.03
@@ -61,8 +65,19 @@ def _refuse_processes(event: str, _: Any) -> None:
         )
 
 
+def _audit_multiprocessing() -> None:
+    start = BaseProcess.start
+
+    def audited(self: BaseProcess) -> None:
+        sys.audit("multiprocessing.Process.start")
+        start(self)
+
+    BaseProcess.start = audited  # type: ignore[method-assign]
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record-durations", action="store_true", help=f"write {DURATIONS.name} from this run")
+    parser.addoption("--cheap-first", action="store_true", help="run short files first: a fault shows sooner")
     parser.addoption("--cpu-limit", type=float, default=FAST_CPU_SECONDS, help="CPU seconds of a fast test")
 
 
@@ -81,6 +96,7 @@ def pytest_configure(config: pytest.Config) -> None:
         # Ranks are threads already, and test workers share the cores.
         torch.set_num_threads(1)
         sys.addaudithook(_refuse_processes)
+        _audit_multiprocessing()
     if config.getoption("record_durations") and "PYTEST_XDIST_WORKER" not in os.environ:
         config.pluginmanager.register(Recorder())
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
@@ -109,7 +125,7 @@ def starts_processes(item: pytest.Item) -> bool:
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     for item in items:
         if starts_processes(item):
             item.add_marker("door")
@@ -118,7 +134,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker("fast")
     # Longest files first: the last tests that a worker takes from another are short.
     seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
-    items.sort(key=lambda item: -seconds.get(item.nodeid.partition("::")[0], 0.0))
+    sign = 1 if config.getoption("cheap_first") else -1
+    items.sort(key=lambda item: sign * seconds.get(item.nodeid.partition("::")[0], 0.0))
 
 
 def _freeze() -> None:
@@ -203,6 +220,15 @@ def warm() -> Iterator[Any]:
 
     with Pools() as pools:
         yield pools
+
+
+@pytest.fixture
+def small_sizes() -> Iterator[Any]:
+    """Set `wherry.testing.small_sizes` until the end of the test: `small_sizes(bucket=1)`."""
+    from wherry import testing
+
+    with ExitStack() as stack:
+        yield lambda **numel: stack.enter_context(testing.small_sizes(**numel))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -19,7 +19,6 @@ import io
 import json
 import os
 import runpy
-import select
 import shlex
 import signal
 import socket
@@ -72,14 +71,9 @@ class Child:
     def communicate(self, timeout: float = 60.0) -> tuple[str, None]:
         """Return the rest of the output, once the program has closed it and ended."""
         assert self.stdout is not None
-        deadline, parts = time.monotonic() + timeout, []
-        while True:
-            ready, *_ = select.select([self.stdout], [], [], max(0.0, deadline - time.monotonic()))
-            assert ready, f"process {self.pid} does not close its output: {b''.join(parts)!r}"
-            parts.append(os.read(self.stdout.fileno(), 1 << 16))
-            if not parts[-1]:
-                self.wait(max(1.0, deadline - time.monotonic()))
-                return b"".join(parts).decode(), None
+        shown = self.stdout.read().decode()
+        self.wait(timeout)
+        return shown, None
 
     def send_signal(self, number: int) -> None:
         if self.poll() is None:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-import pytest
 import torch
 from torch import nn
 from torch.nn import functional as F
@@ -82,35 +81,6 @@ class TwoPasses(Stack):
         return F.mse_loss(self.run(x), target + y)
 
 
-class SometimesUnused(Stack):
-    """Parameters that no forward uses, and a block that every other forward uses."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.never = nn.Linear(D, D)
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.blocks[0](x)
-        if len(x) % 2:
-            x = self.blocks[1](x)
-        return self.out(self.blocks[2](x))
-
-
-class Experts(nn.Module):
-    """Parts of a block that some ranks run and others skip."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.experts = nn.ModuleList(nn.Linear(D, D) for _ in range(2))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.experts[int(x[0, 0] > 0)](x)
-
-
-class UnusedOnOneRank(Stack):
-    Block = Experts
-
-
 class UsedOutside(Stack):
     """A block's weight, read by the model's forward and by another block."""
 
@@ -152,17 +122,6 @@ class NestedOutputs(Stack):
         return F.mse_loss(self.out(pair.hidden + pair.more["pre"][1][0]), y)
 
 
-class NoBlocks(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.first = nn.Linear(D, 2 * D)
-        self.second = nn.Linear(2 * D, D)
-        self.gain = nn.Parameter(torch.ones(()))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return F.mse_loss(self.gain * self.second(F.gelu(self.first(x))), y)
-
-
 class OneHugeLayer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -170,14 +129,6 @@ class OneHugeLayer(nn.Module):
 
     def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         return F.mse_loss(self.wide(x).view(len(x), D, -1).mean(2), y)
-
-
-class OnlySequential(nn.Sequential):
-    def __init__(self) -> None:
-        super().__init__(nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D), nn.Tanh(), nn.Linear(D, D))
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return F.mse_loss(super().forward(x), y)
 
 
 class MixedDtypes(Stack):
@@ -221,16 +172,12 @@ class Checkpointed(Stack):
 
 
 class CheckpointedTwice(Stack):
-    """Modules in two checkpoints: with reentrant ones, their gradients arrive twice in one backward."""
-
-    def __init__(self, *, reentrant: bool) -> None:
-        super().__init__()
-        self.reentrant = reentrant
+    """Modules in two reentrant checkpoints, so that their gradients arrive twice in one backward."""
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         x = x.clone().requires_grad_()
         for block in (*self.blocks, self.blocks[1], self.blocks[0]):
-            x = checkpoint(block, x, use_reentrant=self.reentrant)
+            x = checkpoint(block, x, use_reentrant=True)
         return self.out(x)
 
 
@@ -250,27 +197,6 @@ class Adapted(Stack):
     def __init__(self) -> None:
         super().__init__()
         self.blocks = nn.ModuleList([self.Adapter(), Residual().requires_grad_(False), self.Adapter()])
-
-
-class AdaptedAtTheEnd(Adapted):
-    class Adapter(Adapted.Adapter):  # type: ignore[misc]
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.base(x) + self.b(self.a(x))
-
-
-class ConvNet(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.stem = nn.Conv1d(1, 4, 3, padding=1)
-        self.stages = nn.ModuleDict({"a": nn.Conv1d(4, 4, 3, padding=1), "b": nn.Conv1d(4, 4, 3, padding=1)})
-        self.norm = nn.GroupNorm(2, 4)
-        self.head = nn.Linear(4 * D, D)
-
-    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        h = F.relu(self.stem(x[:, None]))
-        for stage in self.stages.values():
-            h = h + F.relu(self.norm(stage(h)))
-        return F.mse_loss(self.head(h.flatten(1)), y)
 
 
 class WithAttention(Stack):
@@ -389,14 +315,6 @@ class ChoosingOutOfOrder(Choosing):
     settled = False
 
 
-class ChoosingFrozen(Choosing):
-    """Layer drop with a frozen block."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks[2].requires_grad_(False)
-
-
 class ChoosingMixed(Choosing):
     """Layer drop of blocks of different sizes, so that gathers cannot be confused."""
 
@@ -418,40 +336,22 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "tied": TiedTwice,
     "called twice": CalledTwice,
     "two passes": TwoPasses,
-    "unused": SometimesUnused,
-    "unused on one rank": UnusedOnOneRank,
     "used outside": UsedOutside,
     "nested outputs": NestedOutputs,
-    "no blocks": NoBlocks,
     "one huge layer": OneHugeLayer,
-    "sequential": OnlySequential,
     "mixed dtypes": MixedDtypes,
     "buffers": Buffers,
     "checkpointed": lambda: Checkpointed(reentrant=False),
-    "checkpointed by two": lambda: Checkpointed(reentrant=False, span=2),
     "checkpointed, reentrant": lambda: Checkpointed(reentrant=True),
     "checkpointed by two, reentrant": lambda: Checkpointed(reentrant=True, span=2),
-    "checkpointed twice": lambda: CheckpointedTwice(reentrant=False),
-    "checkpointed twice, reentrant": lambda: CheckpointedTwice(reentrant=True),
+    "checkpointed twice, reentrant": CheckpointedTwice,
     "adapters": Adapted,
-    "adapters in parallel": AdaptedAtTheEnd,
-    "convolutions": ConvNet,
     "channels last": ChannelsLast,
     "recurrent": Recurrent,
     "attention": WithAttention,
     "empty parts": EmptyParts,
     "layer drop": Choosing,
-    "layer drop, frozen": ChoosingFrozen,
     "layer drop, checkpointed": ChoosingCheckpointed,
     "layer drop of many sizes": ChoosingMixed,
     "experts": ChoosingExperts,
 }
-
-
-def rotate(rows: Iterable[Any], columns: Sequence[Any]) -> list[Any]:
-    """Pair each row with one column in turn; all other pairs run nightly."""
-    return [
-        pytest.param(row, column, marks=() if place == number % len(columns) else pytest.mark.nightly)
-        for number, row in enumerate(rows)
-        for place, column in enumerate(columns)
-    ]

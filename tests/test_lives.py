@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.covering import Case, name_of
@@ -34,8 +35,8 @@ def test_a_block_used_twice_is_gathered_with_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.xfail(strict=True, reason="torch's optimizers take all segments of a bucket, and are given a piece")
-def test_optimizers_of_torch_update_large_flats_in_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("wherry.update.optimizer_states.PIECE_NUMEL", 512)
+def test_optimizers_of_torch_update_large_flats_in_pieces(tmp_path: Path, small_sizes: Any) -> None:
+    small_sizes(piece=512)
     check(BASE | {"tiers": "parameters-only", "optimizer": "SGD"}, tmp_path, MACHINE)
 
 

@@ -16,7 +16,7 @@ if LOADED:
 
     @pytest.fixture(autouse=True)
     def fresh_device(request: pytest.FixtureRequest) -> Iterator[None]:
-        """Chance begins anew, and nothing is left of the test before."""
+        """Reset the seed, the limits and the errors of the test before."""
         emulated.take_failure()
         emulated.seed(0)
         emulated.lateness(0.6)
@@ -27,5 +27,5 @@ if LOADED:
         yield
         emulated.limit(None)
         emulated.fail_after(None)
-        # What a late kernel raised is raised here, if nobody waited for it.
+        # Raise the error of a late kernel that nothing has waited for.
         torch.accelerator.synchronize()

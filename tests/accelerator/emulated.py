@@ -27,7 +27,6 @@ allocations: Callable[[], int] = device_lib.allocations
 register_pinned: Callable[[int, int], None] = device_lib.register_pinned
 unregister_pinned: Callable[[int], None] = device_lib.unregister_pinned
 take_failure: Callable[[], str] = device_lib.take_failure
-set_devices: Callable[[int], None] = device_lib.set_devices
 
 
 def lateness(probability: float) -> float:
@@ -48,6 +47,16 @@ def fail_after(count: int | None) -> None:
 def poison_targets(on: bool) -> bool:
     """Fill host memory that a late copy will write with 0xFF until then, or not. Returns the value before."""
     return device_lib.poison_targets(on)
+
+
+@contextmanager
+def held(kind: str) -> Iterator[None]:
+    """Hold back copies "up" or "down" of side streams: other threads wait for them, and this one raises if it does."""
+    device_lib.hold(kind)
+    try:
+        yield
+    finally:
+        device_lib.hold("")
 
 
 def queued(device: int = 0) -> int:

@@ -695,6 +695,10 @@ Tensor copy_from_and_resize(const Tensor& self, const Tensor& to) {
 c10::Scalar local_scalar_dense(const Tensor& self) {
   Stream& stream = current_stream(self.device().index());
   Ref ref = describe(self);
+  Item item;  // For the trace.
+  item.kind = Kind::Down;
+  item.name = "number";
+  enqueue(stream, std::move(item));
   finish(stream);
   Plain plain;
   return at::_ops::_local_scalar_dense::call(alias(ref));

@@ -30,6 +30,7 @@ namespace {
 constexpr size_t ARENA = size_t(32) << 30;  // Of addresses, for each device.
 constexpr size_t GRAIN = 512;
 constexpr size_t LONGEST_QUEUE = 2000;
+constexpr auto HELD_AT_MOST = std::chrono::seconds(30);
 
 struct Row {
   int device, stream;
@@ -63,6 +64,8 @@ struct State {
   bool poison_targets = true;
   int devices = 1;
   std::string failure;
+  std::string held;        // The kind of copies that do not begin, on streams other than the default ones.
+  std::thread::id holder;  // The thread that lets them go.
   Stream streams[MOST_DEVICES][STREAMS];
   int next_stream[MOST_DEVICES] = {};
   // Trace.
@@ -171,6 +174,13 @@ void drain(Stream& stream, uint64_t until, Lock& lock) {
 
 bool step(Stream& stream, Lock& lock, bool patient) {
   Item& item = stream.queue.front();
+  if (stream.id != 0 && g.held == name_of(item.kind)) {
+    if (!patient) return false;
+    TORCH_CHECK(std::this_thread::get_id() != g.holder, "The host waits for a ", item.name, " that it holds back");
+    bool changed = g.changed.wait_for(lock, HELD_AT_MOST) == std::cv_status::no_timeout;
+    TORCH_CHECK(changed, "The host waits for a thread that waits for a ", item.name, " that is held back");
+    return true;
+  }
   if (item.kind == Kind::Wait && !item.mark->passed) {
     if (!patient) return false;
     auto mark = item.mark;
@@ -839,6 +849,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("limit", [](int device, size_t bytes) { g.memory[device].limit = bytes; });
   module.def("fail_after", [](int64_t count) { g.until_failure = count; });
   module.def("allocations", [] { return g.allocations; });
+  module.def("hold", [](const std::string& kind) {
+    Lock lock(g.mutex);
+    g.held = kind;
+    g.holder = std::this_thread::get_id();
+    g.changed.notify_all();
+  });
   module.def("queued", [](int device) {
     Lock lock(g.mutex);
     size_t count = 0;

@@ -6,14 +6,12 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.accelerator import emulated
-from torch import Tensor
 from torch.nn import functional as F
 
 from wherry.train.model import GPT, GPTConfig
@@ -25,12 +23,6 @@ DEVICE = "emulated"
 def late() -> None:
     """Nothing runs by chance in what follows."""
     emulated.lateness(1)
-
-
-def run(code: str, *arguments: str) -> subprocess.Popen[str]:
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE
-    )
 
 
 # ---- Memory
@@ -48,10 +40,9 @@ print("before", flush=True)
 ctypes.c_float.from_address(tensor.data_ptr()).value
 print("after", flush=True)
 """
-    process = run(code)
-    out, _ = process.communicate(timeout=60)
-    assert out == "before\n"
-    assert process.returncode == -signal.SIGSEGV
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, timeout=60)
+    assert done.stdout == b"before\n"
+    assert done.returncode == -signal.SIGSEGV
 
 
 def test_fresh_and_freed_memory_is_poisoned() -> None:
@@ -64,18 +55,6 @@ def test_fresh_and_freed_memory_is_poisoned() -> None:
     del fresh
     torch.accelerator.synchronize()
     assert view.isnan().all()
-
-
-def test_freed_memory_is_used_again_at_once_by_the_same_stream_only() -> None:
-    late()
-    first = torch.empty(3000, device=DEVICE)
-    address = first.data_ptr()
-    del first
-    other = torch.Stream(DEVICE)
-    with other:
-        elsewhere = torch.empty(3000, device=DEVICE)
-    here = torch.empty(3000, device=DEVICE)
-    assert here.data_ptr() == address != elsewhere.data_ptr()
 
 
 def test_a_lifetime_that_no_stream_guards_is_seen() -> None:
@@ -124,12 +103,8 @@ def test_a_limit_frees_the_cache_and_then_refuses() -> None:
     with pytest.raises(torch.OutOfMemoryError, match="Tried to allocate 2000000 bytes"):
         torch.empty(2_000_000, dtype=torch.uint8, device=DEVICE)
     emulated.limit(None)
-    torch.empty(2_000_000, dtype=torch.uint8, device=DEVICE)
-
-
-def test_an_allocation_fails_once_by_count() -> None:
     emulated.fail_after(2)
-    torch.empty(1, device=DEVICE)
+    torch.empty(2_000_000, dtype=torch.uint8, device=DEVICE)
     with pytest.raises(torch.OutOfMemoryError):
         torch.empty(1, device=DEVICE)
     torch.empty(1, device=DEVICE)
@@ -164,6 +139,23 @@ def test_a_copy_down_that_nobody_waits_for_is_not_there_yet() -> None:
     assert (target == 3).all()
 
 
+def test_copies_that_are_held_back_begin_when_they_are_let_go() -> None:
+    emulated.lateness(0)
+    target, side = torch.zeros(64, pin_memory=True), torch.Stream(DEVICE)
+    source = torch.ones(64, device=DEVICE)
+    with emulated.held("down"):
+        with side:
+            target.copy_(source, non_blocking=True)
+        event = side.record_event()
+        other = threading.Thread(target=event.synchronize)
+        other.start()
+        with pytest.raises(RuntimeError, match="waits for a copy down that it holds back"):
+            event.synchronize()
+        assert emulated.queued() == 2
+    other.join()
+    assert (target == 1).all()
+
+
 def test_pinned_memory_outlives_its_copy_and_foreign_memory_does_not() -> None:
     late()
     source = torch.full((5000,), 5.0, pin_memory=True)
@@ -185,18 +177,6 @@ def test_pinned_memory_outlives_its_copy_and_foreign_memory_does_not() -> None:
     assert target.isnan().any() or (target == 5).all()
 
 
-def test_copies_of_unpinned_memory_are_waited_for() -> None:
-    late()
-    tensor = torch.full((64,), 3.0, device=DEVICE)
-    assert tensor.to("cpu", non_blocking=False).tolist() == [3] * 64
-    source = torch.ones(64)
-    target = torch.empty(64, device=DEVICE)
-    target.copy_(source, non_blocking=True)
-    source.zero_()
-    assert emulated.queued() == 0
-    assert target.tolist() == [1] * 64
-
-
 def test_a_kernel_of_another_stream_sees_poison_unless_it_waits() -> None:
     late()
     side = torch.Stream(DEVICE)
@@ -209,24 +189,6 @@ def test_a_kernel_of_another_stream_sees_poison_unless_it_waits() -> None:
     side.wait_event(torch.emulated.default_stream().record_event())
     with side:
         assert (source + 1).tolist() == [5] * 64
-
-
-def test_events_pass_for_those_who_poll() -> None:
-    late()
-    torch.ones(64, device=DEVICE).mul_(2)
-    first, second = (torch.Event(DEVICE, enable_timing=True) for _ in range(2))
-    assert first.query()
-    first.record()
-    side = torch.Stream(DEVICE)
-    side.wait_event(first)
-    with side:
-        torch.ones(64, device=DEVICE)
-    second.record(side)
-    for _ in range(1000):
-        if second.query():
-            break
-    assert first.query() and second.query()
-    assert first.elapsed_time(second) >= 0
 
 
 def test_a_late_failure_is_raised_where_it_is_waited_for() -> None:
@@ -242,73 +204,6 @@ def test_a_late_failure_is_raised_where_it_is_waited_for() -> None:
 # ---- What torch runs on it
 
 
-def compare(compute: Callable[[Callable[[Tensor], Tensor]], Any]) -> None:
-    torch.manual_seed(0)
-    expected = compute(lambda tensor: tensor.clone())
-    torch.manual_seed(0)
-    found = compute(lambda tensor: tensor.to(DEVICE))
-    for left, right in zip(expected, found, strict=True):
-        if isinstance(left, Tensor):
-            assert right.device.type == DEVICE
-            assert left.dtype == right.dtype and left.stride() == right.stride()
-            assert torch.equal(left, right.cpu())
-        else:
-            assert left == right
-
-
-def values(dtype: torch.dtype) -> Tensor:
-    return (torch.randn(6, 8) * 10).to(dtype)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.bool])
-def test_operations_are_the_cpus(dtype: torch.dtype) -> None:
-    def compute(on: Callable[[Tensor], Tensor]) -> list[Any]:
-        a, b = on(values(dtype)), on(values(dtype))
-        results = [a * b, a.t() + 1, a + b, a.clone(), a.t().contiguous(), a.to(torch.float64), torch.cat([a, b], 1)]
-        results += [a[1], a[:, 2:5].clone(), a[on(torch.tensor([0, 3, 3]))], a[torch.tensor([0, 3])], a[a > 0]]
-        results += [a.nonzero(), a.unique(), a.sum(), a.sum(1), a.max().item(), a.tolist(), torch.equal(a, b)]
-        results += [*a.split(2), *a.unbind(1), a.max(0).values, a.sort(1).indices, a.float().argmax()]
-        results += [torch.where(a > 0, a, b), torch.stack([a, b]), a.flip(0), a.expand(2, 6, 8), a.reshape(2, -1)]
-        results += [
-            a.gather(0, on(IDS)),
-            *torch._foreach_add([a, b], [b, a]),
-            a.index_select(0, on(torch.tensor([1, 1]))),
-            a.any(),
-        ]
-        c = on(values(dtype))
-        c[0] = 1
-        c[on(torch.tensor([2, 4]))] = b[:2]
-        c.masked_fill_(c > 3, 0)
-        c.t().copy_(a.t())
-        c[:, 1].zero_()
-        results += [c, torch.zeros_like(a), torch.full_like(a, 1), torch.empty(0, device=a.device).resize_(3).zero_()]
-        if dtype.is_floating_point:
-            results += [a @ b.t(), torch.addmm(a[:, 0], a, b.t()), a.softmax(1), F.gelu(a), F.layer_norm(a, (8,))]
-            mean = torch.native_layer_norm(a, (8,), b[0], b[1], 1e-5)
-            norm_backward = torch.ops.aten.native_layer_norm_backward
-            results += [*mean, *norm_backward(b, a, (8,), *mean[1:], b[0], b[1], [True] * 3)]
-            results += [a.norm(), torch.linalg.vector_norm(a), *torch._foreach_norm([a, b]), a.float().std(), a.var(0)]
-            results += [torch.nn.utils.clip_grads_with_norm_([a], 1.0, a.norm()) or a, F.silu(b), b.cumsum(0)]
-        return results
-
-    compare(compute)
-
-
-IDS = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1]])
-
-
-@pytest.mark.parametrize(("dtype", "masked"), [(torch.float32, False), (torch.bfloat16, True)])
-def test_attention_is_the_cpus(dtype: torch.dtype, masked: bool) -> None:
-    def compute(on: Callable[[Tensor], Tensor]) -> list[Any]:
-        parts = [on(torch.randn(2, 16, 3, 8).to(dtype)).transpose(1, 2).requires_grad_() for _ in range(3)]
-        mask = on(torch.randn(16, 16).to(dtype)) if masked else None
-        mixed = F.scaled_dot_product_attention(*parts, attn_mask=mask, is_causal=not masked)
-        grads = torch.autograd.grad(mixed.float().square().sum(), parts)
-        return [mixed.detach(), *grads]
-
-    compare(compute)
-
-
 def test_random_numbers_have_a_state_of_their_own() -> None:
     torch.manual_seed(3)
     state = torch.emulated.get_rng_state()
@@ -321,31 +216,14 @@ def test_random_numbers_have_a_state_of_their_own() -> None:
     assert F.dropout(torch.ones(64, device=DEVICE), 0.5).tolist() == dropped
     torch.manual_seed(3)
     assert torch.randn(8).tolist() == first
-    generator = torch.Generator(DEVICE).manual_seed(3)
-    assert torch.randn(8, device=DEVICE, generator=generator).tolist() == first
-    with torch.random.fork_rng([0], device_type=DEVICE):
-        torch.rand(4, device=DEVICE)
-
-
-def test_autocast() -> None:
-    layer = torch.nn.Linear(8, 8).to(DEVICE)
-    with torch.autocast(DEVICE, torch.bfloat16):
-        found = layer(torch.ones(2, 8, device=DEVICE))
-        assert found.dtype is torch.bfloat16 and found.softmax(1).dtype is torch.float32
 
 
 def test_hooks_run_in_an_autograd_thread_of_the_devices() -> None:
     threads = []
     weight = torch.ones(4, device=DEVICE, requires_grad=True)
-    side = torch.Stream(DEVICE)
-    weight.register_post_accumulate_grad_hook(
-        lambda _: threads.append((threading.get_ident(), torch.accelerator.current_stream()))
-    )
-    side.wait_event(torch.accelerator.current_stream().record_event())
-    with side:
-        loss = (weight * 2).sum()
-    loss.backward()
-    assert threads[0][0] != threading.get_ident()
+    weight.register_post_accumulate_grad_hook(lambda _: threads.append(threading.get_ident()))
+    (weight * 2).sum().backward()
+    assert threads[0] != threading.get_ident()
     assert weight.grad.tolist() == [2] * 4
 
 
@@ -372,25 +250,3 @@ def test_training_is_the_cpus_bit_for_bit(options: dict[str, Any]) -> None:
         emulated.lateness(lateness)
         assert train(DEVICE, **options) == expected
     assert emulated.device_lib.shape_mismatches() == []
-
-
-@pytest.mark.usefixtures("launched")
-def test_two_devices() -> None:
-    code = """
-import torch
-from tests.accelerator import emulated
-emulated.set_devices(2)
-assert torch.accelerator.device_count() == torch.emulated.device_count() == 2
-with torch.emulated.device(1):
-    tensor = torch.ones(4, device="emulated")
-assert tensor.device.index == 1
-moved = (tensor * 3).to("emulated:0")
-assert moved.device.index == 0 and moved.tolist() == [3] * 4
-assert torch.accelerator.memory_allocated(1) == 512
-weight = torch.ones(4, device="emulated:1", requires_grad=True)
-(weight.to("emulated:0") * 2).sum().backward()
-assert weight.grad.tolist() == [2] * 4
-print("well")
-"""
-    out, error = run(code).communicate(timeout=60)
-    assert out == "well\n", error

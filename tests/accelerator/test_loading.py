@@ -12,7 +12,7 @@ from tests.accelerator import emulated
 pytest.importorskip("peft", reason="the extra `transformers` is not installed")
 pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
 
-from tests.engine.loading_peak import RANKS, SIZES, engine_of, outline, sparse_folder
+from tests.engine.test_loading_peak import RANKS, SIZES, engine_of, outline, sparse_folder
 
 
 @pytest.mark.parametrize("tier", ["device", "host"])

@@ -10,10 +10,9 @@ from typing import Any
 import pytest
 import torch
 from tests.activations.model import late_links
-from tests.engine.harness import LENGTH, WIDTH, adamw, make_model, settings, token_batch
+from tests.engine.harness import LENGTH, WIDTH, engine_of, make_model, settings, token_batch, weights_of
 from tests.parallel.handmade import Model
 
-import wherry
 from wherry.activations import build
 from wherry.activations.partition import CheckpointPartition
 from wherry.errors import WherryError
@@ -26,35 +25,30 @@ STEPS, BATCH = 2, 2
 CHECKPOINT = BATCH * LENGTH * WIDTH * 4
 
 
-def train(
-    model: Model, place: Topology, stage: int, block: dict[str, Any]
-) -> tuple[list[float], dict[str, torch.Tensor], int, int, dict[str, int]]:
+def model_of() -> Any:
+    return make_model(partial(Model, blocks=2))
+
+
+def engine_on(place: Topology, model: Model, stage: int, block: dict[str, Any]) -> Any:
+    """Build an engine of this rank's part of a copy of the model."""
     mine = copy.deepcopy(model)
     mine.cut(place.tensor)
-    engine, *_ = wherry.initialize(
-        model=mine,
-        optimizer=adamw(mine.parameters()),
-        mesh=place,
-        config=settings(stage, more={"activation_checkpointing": block}),
-    )
-    losses = []
+    return engine_of(mine, settings(stage, more={"activation_checkpointing": block}), place)
+
+
+def train(
+    model: Model, place: Topology, stage: int, block: dict[str, Any]
+) -> tuple[list[float], dict[str, torch.Tensor], int, dict[str, int]]:
+    engine, losses = engine_on(place, model, stage, block), []
     for step in range(STEPS):
         place.tensor.traffic.clear()
         loss = engine(*token_batch(step, 0, place.data.rank, BATCH))
         engine.backward(loss)
         engine.step()
         losses.append(float(loss.detach()))
-    with wherry.gathered(mine):
-        weights = {name: p.detach().clone() for name, p in mine.named_parameters()}
+    weights, traffic = weights_of(engine), place.tensor.traffic
     engine.close()
-    traffic = place.tensor.traffic
-    return losses, weights, traffic.bytes["all_gather"], len(mine.blocks), dict(traffic.calls)
-
-
-def model_of() -> Model:
-    model = make_model(partial(Model, blocks=2))
-    assert isinstance(model, Model)
-    return model
+    return losses, weights, traffic.bytes["all_gather"], dict(traffic.calls)
 
 
 @pytest.fixture(autouse=True)
@@ -66,7 +60,6 @@ def links(monkeypatch: pytest.MonkeyPatch) -> list[ChaosLink]:
 @pytest.mark.parametrize(
     ("stage", "data", "tensor", "more"),
     [
-        (0, 1, 2, {}),
         (3, 2, 2, {"cpu_checkpointing": True, "offload_min_bytes": 1}),
         (2, 1, 4, {"nvme_path": "DISK", "offload_min_bytes": 1}),
     ],
@@ -74,7 +67,7 @@ def links(monkeypatch: pytest.MonkeyPatch) -> list[ChaosLink]:
 def test_partitioned_checkpoints(
     stage: int, data: int, tensor: int, more: dict[str, Any], tmp_path: Path, links: list[ChaosLink]
 ) -> None:
-    model = model_of()
+    model, blocks = model_of(), 2
     more = {key: str(tmp_path) if value == "DISK" else value for key, value in more.items()}
     plain = run_grid(lambda place: train(model, place, stage, {}), data=data, tensor=tensor)
     whole = run_grid(lambda place: train(model, place, stage, {"policy": "recompute"}), data=data, tensor=tensor)
@@ -83,11 +76,11 @@ def test_partitioned_checkpoints(
     for one, other in zip(cut, plain, strict=True):
         assert one[0] == other[0]
         assert all(torch.equal(one[1][name], other[1][name]) for name in one[1])
-        _, _, gathered, blocks, calls = one
+        _, _, gathered, calls = one
         # Each rank keeps 1/M of each checkpoint, and gathers each once.
         assert gathered == blocks * CHECKPOINT
         assert calls["all_gather"] == blocks
-        assert calls["all_reduce"] == whole[0][4]["all_reduce"]
+        assert calls["all_reduce"] == whole[0][3]["all_reduce"]
     assert [link.bytes_down for link in links] == [STEPS * blocks * CHECKPOINT // tensor] * len(links)
 
 
@@ -95,10 +88,7 @@ def test_a_rank_holds_no_more_than_its_part() -> None:
     model, batch = model_of(), 64
 
     def body(place: Topology, block: dict[str, Any]) -> tuple[int, int]:
-        mine = copy.deepcopy(model)
-        mine.cut(place.tensor)
-        config = settings(0, more={"activation_checkpointing": block})
-        engine, *_ = wherry.initialize(model=mine, optimizer=adamw(mine.parameters()), mesh=place, config=config)
+        engine = engine_on(place, model, 0, block)
         for step in range(2):
             with Footprint() as footprint:
                 loss = engine(*token_batch(step, 0, 0, batch))
@@ -132,19 +122,10 @@ def test_a_length_that_does_not_divide_is_padded() -> None:
 def test_checkpoints_that_differ_are_refused() -> None:
     model = model_of()
 
-    class Odd(Model):
-        def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-            return super().forward(ids + self.rank, targets)
-
     def body(place: Topology) -> None:
-        mine = copy.deepcopy(model)
-        mine.cut(place.tensor)
-        mine.__class__ = Odd
-        mine.rank = place.tensor.rank
-        more = {"activation_checkpointing": {"partition_activations": True}}
-        engine, *_ = wherry.initialize(model=mine, mesh=place, config=settings(1, more=more))
+        engine = engine_on(place, model, 1, {"partition_activations": True})
         ids, targets = token_batch(0, 0, 0)
-        engine(ids % 20, targets)
+        engine(ids % 20 + place.tensor.rank, targets)
 
     with pytest.raises(WherryError, match=r"blocks\.0: input 0 of the checkpoint differs between"):
         run_grid(body, tensor=2)

@@ -24,7 +24,6 @@ SCRIPTS = {
     "disk": "--path {tmp} --blocks 1048576 --depths 8",
 }
 NIGHTLY = {
-    "steps window": "window --models tiny --window 2 --places 3-nvme --peers plain --steps 2 --path {tmp}",
     "overhead": "--systems ddp,wherry-3 --ranks 2 --rounds 1 --steps 2",
     "cpu_adam": "--sizes 1000 --threads 1",
     "import_time": "",
@@ -44,11 +43,8 @@ def test_a_benchmark_measures_what_it_is_asked_for(name, tmp_path, script):
     for row in measured:
         assert row["value"] == pytest.approx(statistics.median(row["values"]))
         off = row.get("loss_difference")
-        assert (
-            off is None
-            or row["system"].endswith("delayed")
-            or systems.same_losses(off, row["case"].get("dtype", "fp32"))
-        )
+        if off is not None and not row["system"].endswith("delayed"):
+            assert systems.same_losses(off, row["case"].get("dtype", "fp32"))
     for row in found["rows"]:
         # What is not there says so; everything else ran.
         assert row["reason"] is None or "not installed" in row["reason"] or "never both" in row["reason"], row
@@ -58,12 +54,6 @@ def test_a_benchmark_measures_what_it_is_asked_for(name, tmp_path, script):
 
 def test_the_page_is_that_of_the_files():
     assert report.main(["--check"]) == 0
-    text = report.PAGE.read_text()
-    assert len(text.split()) <= 1500
-    for script in report._TAIL.split("`"):
-        for word in script.split():
-            if word.endswith(".py"):
-                assert (ROOT / "benchmarks" / Path(word).name).is_file(), word
 
 
 def test_a_page_compares_a_peer_with_wherry_in_the_same_place():
@@ -113,16 +103,16 @@ def test_what_is_published_names_no_folder_and_tells_machines_apart():
 
 
 def test_an_update_in_the_backward_stands_where_nothing_is_clipped():
-    clipped = systems_of("offload", ["3-cpu"], ["plain"], 1.0, ["before_use", "in_backward"])
-    assert clipped == ["plain", "wherry-3-cpu:before_use"]
-    assert "wherry-3-cpu:in_backward" in systems_of("offload", ["3-cpu"], [], 0.0, ["in_backward"])
+    policies = ["before_use", "in_backward"]
+    both = ["plain", *(f"wherry-3-cpu:{policy}" for policy in policies)]
+    assert systems_of("offload", ["3-cpu"], ["plain"], 1.0, policies) == both[:2]
+    assert systems_of("offload", ["3-cpu"], ["plain"], 0.0, policies) == both
     recipe = recipe_of("tiny", "wherry-3-cpu:layer_major", "bf16", 0.0, 4, None)
     assert (recipe.order, recipe.accumulation, recipe.batch) == ("layer_major", 4, 4 * MODELS["tiny"].batch)
-    assert systems.states_bytes("deepspeed-3-nvme", MODELS["tiny"], 2) == 4 * MODELS["tiny"].parameters
 
 
-@pytest.mark.parametrize("script", ["steps", "overhead", "memory", "gpu"])
-def test_a_mistake_on_the_command_line_is_refused(script, capsys):
-    with pytest.raises(SystemExit):
-        importlib.import_module(f"benchmarks.{script}").main(["--json"])
-    assert "error:" in capsys.readouterr().err
+def test_a_mistake_on_the_command_line_is_refused(capsys):
+    for script in ("steps", "overhead", "memory", "gpu"):
+        with pytest.raises(SystemExit):
+            importlib.import_module(f"benchmarks.{script}").main(["--json"])
+        assert "error:" in capsys.readouterr().err

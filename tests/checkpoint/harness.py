@@ -3,36 +3,22 @@
 from __future__ import annotations
 
 import copy
-import hashlib
-import json
-import threading
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from tests.engine.harness import TinyLM, adamw, make_model, settings, token_batch
 
 import wherry
-from wherry.checkpoint.staging import Staging
 from wherry.errors import WherryError
 from wherry.parallel.comm import Comm
 from wherry.parallel.topology import Topology
 from wherry.testing import run_grid, run_ranks
-from wherry.testing.late import Chaos, ChaosLink, Late, poison, topology
-from wherry.tickets import Ticket
 
 BF16 = {"bf16": {"enabled": True}}
-
-
-def two_blocks() -> TinyLM:
-    return TinyLM(blocks=2)
-
-
-MODEL = make_model(two_blocks)
+MODEL = make_model(lambda: TinyLM(blocks=2))
 
 
 @dataclass(frozen=True)
@@ -188,68 +174,3 @@ def load_into(
         return state_of(engine, everywhere=False)
 
     return on(shape, body, model=model, optimizer=optimizer)[0]
-
-
-def forged(manifest: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    """Change a manifest and give it the checksum of its new text."""
-    value = json.loads(manifest.read_text())
-    change(value)
-    value["sha256"] = "0" * 64
-    text = json.dumps(value)
-    manifest.write_text(text.replace("0" * 64, hashlib.sha256(text.encode()).hexdigest(), 1))
-
-
-# Saves that are written while training goes on.
-
-
-class Gate:
-    """Hold back the threads that write checkpoints until `open` is set."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.open = threading.Event()
-        pieces = Staging.pieces
-
-        def late(staged: Any) -> Any:
-            assert self.open.wait(60)
-            yield from pieces(staged)
-
-        monkeypatch.setattr(Staging, "pieces", late)
-
-
-class LatestLink(ChaosLink):
-    """A link whose background copies run when one is waited for, in the order of their begin, and never earlier."""
-
-    def __init__(self, chaos: Chaos) -> None:
-        super().__init__(chaos)
-        self.queue: deque[Late] = deque()
-        self.bytes_aside = 0
-
-    def aside(self, target: torch.Tensor, source: torch.Tensor) -> Ticket:
-        self.bytes_down += source.nbytes
-        poison(target)
-
-        def copy() -> None:
-            while self.queue[0] is not late:
-                self.queue[0].happen()
-            self.queue.popleft()
-            self.bytes_aside += source.nbytes
-            with torch.no_grad():
-                target.copy_(source)
-
-        late = Late(self.chaos, copy)
-        self.queue.append(late)
-        return late
-
-
-def async_engine(
-    comm: Comm, stage: int, more: dict[str, Any], late: bool = True, optimizer: Any = adamw
-) -> tuple[Any, LatestLink]:
-    """An engine with `async_save`; if `late`, on a device apart from the host, whose copies complete late."""
-    chaos = Chaos(7 * stage + comm.rank)
-    link = LatestLink(chaos)
-    model = copy.deepcopy(MODEL)
-    config = settings(stage, more=copy.deepcopy(more))
-    config["wherry"] = {**more.get("wherry", {}), "checkpoint": {"async_save": True}}
-    mesh = topology(comm, chaos, link=link) if late else topology(comm)
-    engine, *_ = wherry.initialize(model=model, optimizer=optimizer(model.parameters()), config=config, mesh=mesh)
-    return engine, link

@@ -18,7 +18,6 @@ from torch import nn
 import wherry
 from wherry.checkpoint import files, reader
 from wherry.checkpoint.export import export
-from wherry.testing import run_ranks
 
 WIDTH, LAYERS = 800, 12
 # Buffers are of fixed sizes, which a small model must not be lost in.
@@ -45,26 +44,10 @@ def engine_of(more: dict[str, Any] | None = None) -> Any:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
     engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(3, more=more))
-    step(engine)
-    return engine
-
-
-def step(engine: Any) -> None:
     engine.backward(engine(torch.ones(1, WIDTH)).square().mean())
     engine.step()
     engine.settle()
-
-
-def save_from_two(folder: Path) -> None:
-    models = [nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))) for _ in range(2)]
-
-    def rank(comm: Any) -> None:
-        model = models[comm.rank]
-        engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), mesh=comm, config=settings(3))
-        engine.save_checkpoint(folder)
-        engine.close()
-
-    run_ranks(2, rank)
+    return engine
 
 
 def main() -> None:
@@ -72,25 +55,18 @@ def main() -> None:
     folder = Path(sys.argv[1])
     unit = 12 * WIDTH * WIDTH
     seen: dict[str, int] = {"unit": unit, "states": LAYERS * unit, "buffers": (files.THREADS + 2) * files.BLOCK}
-    save_from_two(folder / "two")
     engine = engine_of()
     engine.save_checkpoint(folder / "warm")
     seen["save"] = peak_of(lambda: engine.save_checkpoint(folder / "one"))
     seen["load"] = peak_of(lambda: engine.load_checkpoint(folder / "one"))
-    seen["load from other ranks"] = peak_of(lambda: engine.load_checkpoint(folder / "two"))
-    seen["live export"] = peak_of(lambda: engine.save_16bit_model(folder / "live", "model.safetensors"))
     engine.close()
     del engine
     # What the allocator keeps of other threads comes on top, and differs.
     seen["export"] = min(peak_of(partial(export, folder / "one", folder / f"out{turn}")) for turn in range(4))
     (folder / "states").mkdir()
     tier = {"device": "nvme", "nvme_path": str(folder / "states")}
-    engine = engine_of(
-        {
-            "zero_optimization": {"stage": 3, "offload_optimizer": tier, "offload_param": {**tier, "max_in_cpu": 0}},
-            "wherry": {"checkpoint": {"async_save": True}},
-        }
-    )
+    zero = {"stage": 3, "offload_optimizer": tier, "offload_param": {**tier, "max_in_cpu": 0}}
+    engine = engine_of({"zero_optimization": zero, "wherry": {"checkpoint": {"async_save": True}}})
 
     def behind() -> None:
         engine.save_checkpoint(folder / "behind")

@@ -98,35 +98,30 @@ def test_every_sample_comes_on_other_ranks(tmp_path: Path, before: int, after: i
     assert len(had) + len(rest) - SAMPLES <= (-SAMPLES % after) + len(had) % after
 
 
-def test_batches_fetched_ahead_do_not_count(launched: Any) -> None:
-    """Workers are some batches ahead of training, and leave the generator alone that the model draws from."""
-    one = engine_of()
-    loader = make_dataloader(Numbers(), one, workers=2)
-    state = torch.get_rng_state()
-    batches = iter(loader)
-    numbers(islice(batches, 3))
-    assert torch.equal(state, torch.get_rng_state())
-    position = loader.state_dict()
-    assert position["samples"] == 6
-    expected = numbers(batches)
-    again = make_dataloader(Numbers(), one, workers=2)
-    again.load_state_dict(position)
-    assert numbers(again) == expected
-
-
-def test_workers_draw_the_same_in_a_later_epoch(launched: Any) -> None:
+def test_workers_that_are_ahead_of_training(launched: Any) -> None:
+    """Batches fetched ahead do not count; workers draw the same in a later epoch, and leave the model's generator."""
     one = engine_of()
     data = Numbers(draws=True)
-    loader = make_dataloader(data, one, workers=1)
-    first = [batch[1] for batch in loader]
-    position = loader.state_dict()
-    second = [batch[1] for batch in loader]
-    assert not torch.equal(torch.cat(first), torch.cat(second))
-    with torch.random.fork_rng():
-        torch.manual_seed(99)
-        again = make_dataloader(data, one, workers=1)
-    again.load_state_dict(position)
-    assert torch.equal(torch.cat([batch[1] for batch in again]), torch.cat(second))
+
+    def resumed(position: Any) -> list[Any]:
+        with torch.random.fork_rng():
+            torch.manual_seed(99)
+            again = make_dataloader(data, one, workers=2)
+        again.load_state_dict(position)
+        return list(again)
+
+    loader = make_dataloader(data, one, workers=2)
+    state = torch.get_rng_state()
+    first, ended = list(loader), loader.state_dict()
+    batches = iter(loader)
+    second = list(islice(batches, 3))
+    assert torch.equal(state, torch.get_rng_state())
+    middle = loader.state_dict()
+    assert middle["samples"] == 6
+    second += batches
+    assert numbers(resumed(middle)) == numbers(second[3:])
+    draws = [torch.cat([batch[1] for batch in epoch]) for epoch in (first, second, resumed(ended))]
+    assert torch.equal(draws[2], draws[1]) and not torch.equal(draws[0], draws[1])
 
 
 def test_an_epoch_that_a_script_sets(tmp_path: Path) -> None:

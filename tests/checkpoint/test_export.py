@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from wherry.parallel.comm import Comm
 
 def exported(folder: Path) -> dict[str, torch.Tensor]:
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    files = {name: load_file(folder / name) for name in sorted(set(index["weight_map"].values()))}
+    files = {name: load_file(folder / name) for name in set(index["weight_map"].values())}
     found = {name: files[file][name] for name, file in index["weight_map"].items()}
     assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
     assert sum(len(tensors) for tensors in files.values()) == len(found), "a tensor is written twice"
@@ -58,7 +59,7 @@ def test_one_file_loads_with_its_tied_names(tmp_path: Path) -> None:
     assert main(["export", str(tmp_path / "in"), str(tmp_path / "out")]) == 2, "it holds weights already"
 
 
-@pytest.mark.parametrize("shape", [Shape(1, 0), Shape(2, 1), Shape(3, 3, more=BF16)], ids=str)
+@pytest.mark.parametrize("shape", [Shape(1, 0), Shape(3, 3, more=BF16)], ids=str)
 def test_from_a_live_engine(tmp_path: Path, shape: Shape) -> None:
     def body(engine: Any, comm: Comm) -> Any:
         train(engine, comm, 2)
@@ -101,27 +102,11 @@ def test_tiles_are_exported_as_their_layers(tmp_path: Path) -> None:
     assert all(torch.equal(weight, whole[name]) for name, weight in files.items())
 
 
-@pytest.mark.long
-def test_transformers_loads_it(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
-    config = transformers.GPT2Config(vocab_size=40, n_positions=8, n_embd=16, n_layer=2, n_head=2)
-    model = transformers.GPT2LMHeadModel(config)
-
-    def body(engine: Any, comm: Comm) -> Any:
-        engine.save_checkpoint(tmp_path / "in")
-        return engine.consolidated_state_dict()
-
-    weights = on(Shape(2, 3), body, model=model)[0]
-    assert main(["export", str(tmp_path / "in"), str(tmp_path / "out"), "--max-shard-size", "8KB"]) == 0
-    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
-    assert type(again) is type(model)
-    for name, weight in again.state_dict().items():
-        assert torch.equal(weight, weights[name]), name
-    assert again.lm_head.weight is again.transformer.wte.weight
-
-
 def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     save_from(Shape(2, 3, more=BF16), tmp_path, client_state={"epoch": 1})
+    left = tmp_path / ".global_step9.partial.0123456789ab"
+    left.mkdir()
+    os.utime(left, (0, 0))
     assert main(["inspect", str(tmp_path), "--tensors"]) == 0
     shown = capsys.readouterr().out
     assert max(map(len, shown.splitlines())) <= max(80, 2 + len(str(tmp_path)) + len("global_step2"))
@@ -138,16 +123,18 @@ def test_inspect(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["inspect", str(tmp_path)]) == 1
     assert "rank-00001.safetensors: bytes" in capsys.readouterr().out
     assert main(["inspect", str(tmp_path / "nothing")]) == 2
+    assert left.exists(), "inspect deletes nothing"
 
 
-@pytest.mark.parametrize("argv", [["export", "/nowhere", "out"], ["inspect", "/nowhere"], ["export", ".", "out"]])
-def test_errors_are_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(argv) == 2
-    assert capsys.readouterr().err.startswith("wherry: ")
-
-
-def test_a_failed_export_leaves_nothing(tmp_path: Path) -> None:
+def test_a_failed_export_leaves_nothing_and_other_files_stay(tmp_path: Path) -> None:
+    (tmp_path / "model_best.safetensors").write_text("mine")
     with pytest.raises(RuntimeError), ModelWriter(tmp_path, 100, ["a"], {}) as writer:
         writer.add("a", torch.zeros(3))
         raise RuntimeError
-    assert not list(tmp_path.iterdir())
+    assert [path.name for path in tmp_path.iterdir()] == ["model_best.safetensors"]
+    for count in (3, 1):  # shards of an earlier export go
+        with ModelWriter(tmp_path, 12, [str(n) for n in range(count)], {}) as writer:
+            for number in range(count):
+                writer.add(str(number), torch.zeros(3))
+    found = {path.name for path in tmp_path.iterdir()}
+    assert found == {"model_best.safetensors", "model.safetensors", "model.safetensors.index.json"}

@@ -86,17 +86,6 @@ def start(*arguments, cwd=None, **extra):
     )  # fmt: skip
 
 
-@contextlib.contextmanager
-def unread():
-    """A pipe whose reader has gone."""
-    read, write = os.pipe()
-    os.close(read)
-    try:
-        yield write
-    finally:
-        os.close(write)
-
-
 def script(folder, body, name="script.py"):
     path = folder / name
     path.write_text("import os, sys, time\nfrom pathlib import Path\nHERE = Path(__file__).parent\n" + body)
@@ -119,42 +108,27 @@ def pids_in(folder):
     return [int(path.suffix[1:]) for path in folder.glob("pid.*")]
 
 
-class Ports:
-    """A row of ports of this process's own, each given once: those above the system gives to whoever asks for any.
+@functools.cache
+def _ports():
+    """A row of ports of this process's own, below those that the system gives to whoever asks for any.
 
     The first of the row is held as long as the process lives: another one, of another run as well, takes another row.
     """
-
-    ROW = 100
-
-    def __init__(self):
-        for first in range(20_000, 32_000, self.ROW):
-            self._guard = socket.socket()
-            try:
-                self._guard.bind(("127.0.0.1", first))
-            except OSError:
-                self._guard.close()
-                continue
-            self._rest = itertools.cycle(range(first + 1, first + self.ROW))
-            return
-        raise AssertionError("all rows of ports from 20000 to 32000 are taken")
-
-    def next(self):
-        while True:
-            port = next(self._rest)
-            with socket.socket() as probe, contextlib.suppress(OSError):
-                probe.bind(("127.0.0.1", port))
-                return port
-
-
-@functools.cache
-def _ports():
-    return Ports()
+    for first in range(20_000, 32_000, 100):
+        guard = socket.socket()
+        with contextlib.suppress(OSError):
+            guard.bind(("127.0.0.1", first))
+            return guard, itertools.cycle(range(first + 1, first + 100))
+        guard.close()
+    raise AssertionError("all rows of ports from 20000 to 32000 are taken")
 
 
 def free_port():
-    """A port for ranks to meet at."""
-    return _ports().next()
+    """A port for ranks to meet at, given once."""
+    for port in _ports()[1]:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 # Runs the command on this machine. Forked launchers run it in a fork.

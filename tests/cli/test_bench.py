@@ -46,24 +46,30 @@ def test_the_smallest_settings_that_are_as_good_as_the_best_win():
     assert bench.best_settings(rows({(1 << 20, 8): 900, (4 << 20, 32): 1000}))["queue_depth"] == 32
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (["adam", "--sizes", "0.5"], "--sizes: expected a whole number above 0, got '0.5'"),
-        (["adam", "--threads", "1,x"], "--threads: expected a whole number above 0, got 'x'"),
-        (["adam", "--json", "."], "--json . is a folder"),
-        (["adam", "--families", "fp64"], "fp64"),
-        (["adam", "--isa", "torch"], "expected some of"),
-        (["disk", "--path", "/nowhere/at/all"], "not a folder"),
-        (["disk", "--path", ".", "--size", "1"], "expected 8388608 or more"),
-        (["disk", "--path", ".", "--peers"], "usage: wherry bench disk"),
-        (["adm"], 'did you mean "adam"?'),
-    ],
-)
-def test_a_mistake_is_one_line_and_no_traceback(words, said, capsys):
-    try:
-        assert main(["bench", *words]) == 2
-    except SystemExit as error:
-        assert error.code == 2
-    shown = capsys.readouterr().err
-    assert said in shown and "Traceback" not in shown
+# Arguments, and the message.
+MISTAKES = [
+    (["adam", "--sizes", "0.5"], "--sizes: expected a whole number above 0, got '0.5'"),
+    (["adam", "--threads", "1,x"], "--threads: expected a whole number above 0, got 'x'"),
+    (["adam", "--json", "."], "--json . is a folder"),
+    (["adam", "--families", "fp64"], "fp64"),
+    (["adam", "--isa", "torch"], "expected some of"),
+    (["disk", "--path", "/nowhere/at/all"], "not a folder"),
+    (["disk", "--path", ".", "--size", "1"], "expected 8388608 or more"),
+    (["disk", "--path", ".", "--peers"], "usage: wherry bench disk"),
+    (["adm"], 'did you mean "adam"?'),
+    (["steps"], "no measure 'steps'; expected adam or disk"),
+    (["steps"], "python benchmarks/steps.py"),
+]
+
+
+def test_a_mistake_is_one_line_and_no_traceback(capsys):
+    for words, said in MISTAKES:
+        try:
+            assert main(["bench", *words]) == 2
+        except SystemExit as error:
+            assert error.code == 2
+        shown = capsys.readouterr().err
+        assert said in shown and "Traceback" not in shown
+    assert main(["bench"]) == 0
+    listed = capsys.readouterr().out
+    assert "adam" in listed and "disk" in listed and max(map(len, listed.splitlines())) <= 80

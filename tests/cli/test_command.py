@@ -1,10 +1,13 @@
 """The `wherry` command: its parsers, mistakes, output, and what it imports."""
 
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
-from tests.cli.programs import WHERRY, environment, start_fork, unread
+from tests.cli.page import markdown
+from tests.cli.programs import WHERRY, environment, start_fork
 
 from wherry import cli
 from wherry.cli import main
@@ -28,51 +31,33 @@ engine.close()
 """
 
 
-def _modules_after(*stages, every=False):
-    """Run stages of a program in a new interpreter and return the modules that are loaded after each."""
-    chosen = "sys.modules" if every else "(m for m in sys.modules if '.' not in m)"
-    program = "".join(f"import sys\n{code}\nprint('LOADED', *sorted({chosen}))\n" for code in stages)
-    done = subprocess.run(
-        [sys.executable, "-c", program], env=environment(), capture_output=True, text=True, check=True
-    )
-    return [set(part.split()) for part in done.stdout.split("LOADED")[1:]]
-
-
-HELPED = "from wherry.cli import main\ntry: main({})\nexcept SystemExit: pass"
+MAIN = "from wherry.cli import main\ntry: main({})\nexcept SystemExit: pass\n"
+CONFIG = """
+from wherry.config import load
+config = load({"optimizer": {"type": "AdamW"}, "scheduler": {"type": "WarmupLR"}, "bf16": {"enabled": True}})
+config.placement(); config.batch(2); config.to_dict()
+"""
 
 
 @pytest.mark.parametrize(
     ("code", "absent"),
     [
         ("import wherry", HEAVY),
-        (HELPED.format(["--help"]), HEAVY),
-        (HELPED.format(["train", "--help"]), ["torch"]),
+        (MAIN.format(["--help"]) + "import wherry.cli.config", HEAVY),
+        (MAIN.format(["train", "--help"]), ["torch"]),
+        (MAIN.format(["config", "schema"]) + MAIN.format(["config", "explain", "stage"]) + CONFIG, ["torch"]),
+        (MAIN.format(["plan", "--params", "7B"]) + MAIN.format(["plan", "--infinity", "--json"]), ["torch", "numpy"]),
+        # An engine needs the schema of configs where there is one, and no checkpoints, displays or torch's compiler.
+        ("import wherry; wherry.initialize, wherry.Init", UNUSED_BY_AN_ENGINE),
+        (TRAINS, UNUSED_BY_AN_ENGINE - {"pydantic", "psutil", "wherry.config.schema"}),
     ],
-    ids=["import", "help", "help of train"],
+    ids=["import", "help", "help of train", "config", "plan", "engine", "training"],
 )
 @pytest.mark.usefixtures("launched")
-def test_a_command_imports_no_heavy_module_that_it_does_not_need(code, absent):
-    (loaded,) = _modules_after(code)
-    assert not loaded & set(absent)
-
-
-@pytest.mark.usefixtures("launched")
-def test_an_engine_imports_only_what_it_uses():
-    """Leave the schema of configs until there is one, and checkpoints, displays and torch's compiler altogether."""
-    imported, training = _modules_after("import wherry; wherry.initialize, wherry.Init", TRAINS, every=True)
-    assert {"wherry.engine", "wherry.sharding.hooks"} <= imported
-    assert not imported & UNUSED_BY_AN_ENGINE
-    assert {"wherry.engine", "pydantic"} <= training
-    assert not training & (UNUSED_BY_AN_ENGINE - {"pydantic", "psutil", "wherry.config.schema"})
-
-
-def test_every_command_is_listed_with_its_meaning(capsys):
-    with pytest.raises(SystemExit) as ended:
-        main(["--help"])
-    assert ended.value.code == 0
-    shown = capsys.readouterr().out
-    for command in ("run", "train", "bench", "config", "doctor", "version"):
-        assert f"\n    {command} " in shown
+def test_no_heavy_module_is_imported_that_is_not_needed(code, absent):
+    words = [sys.executable, "-c", f"{code}\nimport sys\nprint('LOADED', *sys.modules)"]
+    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=True)
+    assert not set(done.stdout.split("LOADED")[1].split()) & set(absent)
 
 
 def test_a_mistake_prints_its_message_alone(tmp_path, capsys):
@@ -85,31 +70,20 @@ def test_a_mistake_prints_its_message_alone(tmp_path, capsys):
     assert "stge" in shown and "gradient_cliping" in shown and "Traceback" not in shown
 
 
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        (["trian"], 'there is no command "trian", did you mean "train"?'),
-        (["config", "chekc", "x.json"], 'config: there is no command "chekc", did you mean "check"?'),
-        (["xyzzy"], 'there is no command "xyzzy"; there are run, train, '),
-    ],
-)
-def test_an_unknown_command_names_a_similar_one(words, message, capsys):
-    assert main(words) == 2
-    assert capsys.readouterr().err.startswith(f"wherry: {message}")
-
-
-@pytest.mark.parametrize(
-    "words, message",
-    [
-        ("train --setts a=1", '--setts a=1, did you mean "--set"?'),
-        ("config check x.json --sett a=1", '--sett a=1, did you mean "--set"?'),
-        ("run --nprco 2 x.py", '--nprco, did you mean "--nproc"?'),
-    ],
-)
-def test_an_unknown_flag_names_a_similar_one(words, message, capsys):
-    with pytest.raises(SystemExit):
-        main(words.split())
-    assert f"unrecognized arguments: {message}" in capsys.readouterr().err
+def test_an_unknown_command_or_flag_names_a_similar_one(capsys):
+    for words, message in (
+        ("trian", 'wherry: there is no command "trian", did you mean "train"?'),
+        ("config chekc x.json", 'wherry: config: there is no command "chekc", did you mean "check"?'),
+        ("xyzzy", 'wherry: there is no command "xyzzy"; there are run, train, '),
+        ("train --setts a=1", 'unrecognized arguments: --setts a=1, did you mean "--set"?'),
+        ("config check x.json --sett a=1", 'unrecognized arguments: --sett a=1, did you mean "--set"?'),
+        ("run --nprco 2 x.py", 'unrecognized arguments: --nprco, did you mean "--nproc"?'),
+    ):
+        try:
+            assert main(words.split()) == 2
+        except SystemExit as ended:
+            assert ended.code == 2
+        assert message in capsys.readouterr().err
 
 
 def test_ctrl_c_in_a_command_is_quiet(monkeypatch, capsys):
@@ -127,23 +101,14 @@ def test_version_names_all_three(capsys):
     assert line.startswith("wherry ") and "Python 3." in line and "torch 2." in line
 
 
-def test_bench_names_what_it_can_measure_and_where_the_rest_is(capsys):
-    assert main(["bench"]) == 0
-    listed = capsys.readouterr().out
-    assert "adam" in listed and "disk" in listed and max(map(len, listed.splitlines())) <= 80
-    with pytest.raises(SystemExit) as refused:
-        main(["bench", "steps"])
-    assert refused.value.code == 2
-    said = capsys.readouterr().err
-    assert "no measure 'steps'; expected adam or disk" in said and "python benchmarks/steps.py" in said
-
-
 @pytest.mark.usefixtures("launched")
 @pytest.mark.parametrize("at_once", [False, True], ids=["buffered", "unbuffered"])
 @pytest.mark.parametrize("command", ["version", "plan --params 1e9", "plan --help"])
 def test_output_that_cannot_be_written_is_no_traceback(command, at_once, tmp_path):
     ends = []
-    with unread() as pipe, open("/dev/full", "w") as full, open(pipe, "w", closefd=False) as closed:
+    read, write = os.pipe()
+    os.close(read)
+    with open(write, "w") as closed, open("/dev/full", "w") as full:
         for out in (closed, full):
             with open(tmp_path / "errors", "w+") as errors:
                 words = ["-u"] * at_once + [*WHERRY, *command.split()]
@@ -154,3 +119,8 @@ def test_output_that_cannot_be_written_is_no_traceback(command, at_once, tmp_pat
     if at_once and "--help" in command:  # argparse of some Pythons ignores such an error
         expected.append([(0, "")] * 2)
     assert ends in expected
+
+
+def test_the_page_of_commands_is_what_their_parsers_say():
+    page = Path(__file__).parents[2] / "docs" / "commands.md"
+    assert page.read_text() == markdown(), "write it anew: python -m tests.cli.page > docs/commands.md"

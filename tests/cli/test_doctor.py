@@ -56,13 +56,11 @@ def test_what_updates_states_on_the_host(monkeypatch):
     isas = native.available_isas()
     monkeypatch.delenv("WHERRY_ISA", raising=False)
     if len(isas) > 1:
-        assert doctor._native("it").found == f"{isas[0]} kernels, {native.default_pool().threads} threads of its own"
+        assert findings()["native core"].found.startswith(f"{isas[0]} kernels, ")
         monkeypatch.setenv("WHERRY_ISA", "portable")
-        slower = doctor._native("it")
-        assert slower.found.startswith("portable kernels")
-        assert isas[0] == "portable" or f"unset it for {isas[0]}" in slower.advice
+        assert isas[0] == "portable" or f"unset it for {isas[0]}" in findings()["native core"].advice
     monkeypatch.setenv("WHERRY_ISA", "torch")
-    fallback = doctor._native("it")
+    fallback = findings()["native core"]
     assert (fallback.found, fallback.verdict) == ("not in use: torch fallback", NOTE)
     assert fallback.advice.startswith("WHERRY_ISA=torch asks for the torch fallback; meanwhile updates on the host run")
 
@@ -73,17 +71,13 @@ def test_what_the_system_is_short_of(monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1000 * MIB, 0, 900 * MIB))
     found = findings()
     assert found["host memory"].verdict == PROBLEM and "free some" in found["host memory"].advice
-    for name, words in (
-        ("disk space here", "12 bytes a parameter"),
-        ("shared memory", "--shm-size"),
-    ):
+    for name, words in (("disk space here", "12 bytes a parameter"), ("shared memory", "--shm-size")):
         assert found[name].verdict == NOTE and words in found[name].advice, name
     assert "900.0 MiB free" in found["disk space here"].found
 
 
 def test_versions_that_are_too_old(monkeypatch):
     monkeypatch.setattr(torch, "__version__", "2.8.1")
-    assert doctor._torch("it").verdict == NOTE and "2.9 to 2.14" in doctor._torch("it").advice
 
     def version(name: str) -> str:
         if name == "trl":
@@ -91,7 +85,8 @@ def test_versions_that_are_too_old(monkeypatch):
         return {"transformers": "4.40.1.dev0", "accelerate": "1.10rc1"}.get(name, "99")
 
     monkeypatch.setattr(metadata, "version", version)
-    found = {finding.name: finding for finding in doctor._integrations()}
+    found = findings()
+    assert found["torch"].verdict == NOTE and "2.9 to 2.14" in found["torch"].advice
     advice = "5 or newer is known to work: pip install -U 'transformers>=5'"
     assert (found["transformers"].verdict, found["transformers"].advice) == (NOTE, advice)
     assert found["accelerate"].verdict == OK and found["not installed"].found == "trl; none is needed"
@@ -113,13 +108,6 @@ def test_gpus_that_lack_something(monkeypatch):
     assert old.found.endswith("Some GPU with 8.0 GiB; torch for 12.6")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     assert doctor._collectives("it").verdict == PROBLEM and "nccl" in doctor._collectives("it").advice
-
-
-def test_devices_that_are_not_cudas(monkeypatch):
-    monkeypatch.setattr("wherry.plan.rates.gpus_here", lambda: [torch.device("xpu", index) for index in range(2)])
-    monkeypatch.setattr(torch.xpu, "get_device_name", lambda device: f"Card {device.index}")
-    monkeypatch.setattr(torch.xpu, "mem_get_info", lambda device: (0, device.index << 30))
-    assert doctor._gpu("it") == Finding("it", "Card 0, Card 1 with 1.0 GiB; torch for xpu")
 
 
 def test_a_machine_without_torch_is_looked_at_all_the_same(monkeypatch):
@@ -144,13 +132,3 @@ def test_what_makes_states_on_the_host_and_the_disk_slower(monkeypatch, tmp_path
     assert found["NUMA"].verdict == NOTE and "--numa-binding node" in found["NUMA"].advice
     assert found["locked memory"].found == "limit 8.0 MiB" and "ulimit -l" in found["locked memory"].advice
     assert found["huge pages"].found == "never" and "madvise" in found["huge pages"].advice
-
-
-def test_a_wherry_that_nobody_installed_is_told_in_a_line(monkeypatch):
-    def requires(name: str) -> None:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "requires", requires)
-    assert findings()["Wherry"] == Finding(
-        "Wherry", "run from its sources", NOTE, "its extras are not looked at: `pip install wherry`"
-    )

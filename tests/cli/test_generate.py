@@ -91,8 +91,10 @@ def test_text_is_that_of_the_likeliest_bytes(run, tmp_path, monkeypatch, capsys)
     "flags", [["--offload-param", "cpu"], ["--offload-param", "nvme", "--nvme-path", "disk"]], ids=["cpu", "nvme"]
 )
 def test_wherever_the_weights_rest(run, exported, flags, tmp_path, monkeypatch, capsys):
+    """The folder may be called as a preset."""
     monkeypatch.chdir(tmp_path)
-    assert main(["generate", str(exported), "ab", *GREEDY, *flags]) == 0
+    shutil.copytree(exported, "gpt2-124m")
+    assert main(["generate", "gpt2-124m", "ab", *GREEDY, *flags]) == 0
     assert capsys.readouterr().out == likeliest(run, "ab", 40) + "\n"
 
 
@@ -119,9 +121,11 @@ def test_ranks_write_one_text_for_each_line(run, exported, monkeypatch, warm):
 
 def test_the_same_seed_draws_the_same(exported, capsys):
     texts = []
-    for seed, *flags in (["1"], ["1"], ["2"], ["1", "--top-k", "1"], ["3", "--top-p", "0.0"]):
-        assert main(["generate", str(exported), "ab", "--max-new-tokens", "12", "--seed", seed, *flags]) == 0
-        texts.append(capsys.readouterr().out)
+    for seed, *flags in (["1"], ["1"], ["2"], ["1", "--top-k", "1"], ["3", "--top-p", "0.0"], ["1", "--dtype", "bf16"]):
+        assert main(["generate", str(exported), "ab", "--max-new-tokens", "8", "--seed", seed, *flags]) == 0
+        said = capsys.readouterr()
+        texts.append(said.out)
+    assert "of weights in bfloat16" in said.err
     assert texts[0] == texts[1] != texts[2] and texts[3] == texts[4] != texts[0]
 
 
@@ -135,8 +139,7 @@ class Bytes:
         return bytes(ids).decode(errors="replace")
 
 
-@pytest.mark.long
-@given(text=st.text(min_size=8, max_size=20))
+@given(text=st.text(st.sampled_from("aé\n €\N{GRINNING FACE}"), min_size=8, max_size=20))
 def test_a_character_is_shown_when_it_is_whole(text):
     with redirect_stdout(io.StringIO()) as shown, mock.patch.object(Stream, "PIECE", 12):
         stream = Stream(Bytes(), shown=True)
@@ -148,10 +151,10 @@ def test_a_character_is_shown_when_it_is_whole(text):
     assert shown.getvalue() == text + "\n" * (not text.endswith("\n"))
 
 
-@pytest.mark.parametrize("rest", [b"", b"\nmore\n"], ids=["its end", "an empty line"])
-def test_each_line_is_a_prompt_until(rest):
-    with given_input("one\nzw\u00f6lf \r\n".encode() + rest):
-        assert list(prompts(SoloComm())) == ["one", "zw\u00f6lf "]
+def test_each_line_is_a_prompt_until_an_empty_one():
+    for rest in (b"", b"\nmore\n"):
+        with given_input("one\nzw\u00f6lf \r\n".encode() + rest):
+            assert list(prompts(SoloComm())) == ["one", "zw\u00f6lf "]
 
 
 # Where the weights go.
@@ -159,39 +162,36 @@ def test_each_line_is_a_prompt_until(rest):
 GB = 10**9
 
 
-@pytest.mark.parametrize(
-    ("gpus", "each", "memory", "flags", "expected"),
-    [
-        (0, 0, 20, "", (1, "none", "on the CPU")),
-        (1, 20, 99, "", (1, "none", "on one device")),
-        (4, 20, 99, "", (1, "none", "on one device")),
-        (4, 6, 99, "", (4, "none", "shared out over 4 GPUs")),
-        (1, 6, 99, "", (1, "cpu", "resting in host memory")),
-        (4, 2, 99, "", (1, "cpu", "resting in host memory")),
-        (4, 20, 99, "--nproc 2", (2, "none", "on 2 ranks, as asked for")),
-        (1, 20, 99, "--offload-param nvme --nvme-path d", (1, "nvme", "on 1 rank, resting in d, as asked for")),
-        (0, 0, 9, "", None),
-        (2, 3, 9, "", None),
-    ],
-)
-def test_the_place(gpus, each, memory, flags, expected, monkeypatch):
+# GPUs, free gigabytes of each, those of the host, flags, and the place.
+PLACES = [
+    (0, 0, 20, "", (1, "none", "on the CPU")),
+    (4, 20, 99, "", (1, "none", "on one device")),
+    (4, 6, 99, "", (4, "none", "shared out over 4 GPUs")),
+    (4, 2, 99, "", (1, "cpu", "resting in host memory")),
+    (4, 20, 99, "--nproc 2", (2, "none", "on 2 ranks, as asked for")),
+    (1, 20, 99, "--offload-param nvme --nvme-path d", (1, "nvme", "on 1 rank, resting in d, as asked for")),
+    (2, 3, 9, "", None),
+]
+
+
+def test_the_place(monkeypatch):
     from wherry.cli import run
     from wherry.observe import memory as memories
 
-    device = torch.device("cuda") if gpus else None
-    monkeypatch.setattr(run, "device_count", lambda: gpus)
-    monkeypatch.setattr(streams, "accelerator", lambda: device)
-    monkeypatch.setattr(memories, "free_on_gpu", lambda _: each * GB)
-    monkeypatch.setattr(host, "free_host_memory", lambda: memory * GB)
     monkeypatch.setattr(rates, "device_name", lambda _: "card")
     monkeypatch.setattr(generate, "weights_in", lambda *_: (10 * GB, torch.bfloat16))
-    arguments = generate.build_parser().parse_args(["folder", *flags.split()])
-    if expected is None:
-        with pytest.raises(WherryError, match=r"fit nowhere here.*--offload-param nvme --nvme-path FOLDER"):
-            generate._place(arguments)
-        return
-    place = generate._place(arguments)
-    assert (place.ranks, place.offload) == expected[:2] and expected[2] in place.why
+    for gpus, each, memory, flags, expected in PLACES:
+        monkeypatch.setattr(run, "device_count", lambda gpus=gpus: gpus)
+        monkeypatch.setattr(streams, "accelerator", lambda gpus=gpus: torch.device("cuda") if gpus else None)
+        monkeypatch.setattr(memories, "free_on_gpu", lambda _, each=each: each * GB)
+        monkeypatch.setattr(host, "free_host_memory", lambda memory=memory: memory * GB)
+        arguments = generate.build_parser().parse_args(["folder", *flags.split()])
+        if expected is None:
+            with pytest.raises(WherryError, match=r"fit nowhere here.*--offload-param nvme --nvme-path FOLDER"):
+                generate._place(arguments)
+        else:
+            place = generate._place(arguments)
+            assert (place.ranks, place.offload) == expected[:2] and expected[2] in place.why
 
 
 # What is refused.
@@ -213,31 +213,27 @@ def test_folders_without_a_usable_model_are_errors(run, exported, tmp_path, monk
         return folder
 
     page = "https://huggingface.co/me/tiny/tree/main"
-    assert "me/tiny: there is no such folder; a model of the hub is fetched by `hf download me/tiny`" in error_of(page)
-    no_adapter = error_of(exported, "hi", "--adapter", str(tmp_path))
-    assert f"--adapter {tmp_path}: there is no adapter_config.json in it" in no_adapter
-    assert "there is no such folder; a model of the hub is fetched by `hf download" in error_of(tmp_path / "none")
-    meant = f'{run}x: there is no such folder, did you mean "{run}"?'
-    assert meant in error_of(run.with_name(f"{run.name}x"))
-    assert "is no checkpoint and holds none: there is no manifest.json in it; expected" in error_of(tmp_path)
     runs = tmp_path / "runs"
     for age, name in enumerate("abcd"):
         (runs / name / "checkpoints").mkdir(parents=True)
         os.utime(runs / name, (9 - age, 9 - age))
-    assert f"; name one of its runs, newest first: {runs}/a, {runs}/b, {runs}/c; expected" in error_of(runs)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).touch()
     without = changed("without", "tokenizer.json")
     (without / "tokenizer_config.json").unlink()
-    assert "the model has no tokenizer" in error_of(without)
-    assert "has no config.json that transformers knows; add it to what `wherry export" in error_of(
-        saved(tmp_path / "old")
-    )
-    assert "does not take" in error_of(changed("kind", model_type="unheard-of"))
-    assert "in few bits by gptq" in error_of(changed("quantized", quantization_config={"quant_method": "gptq"}))
-    headless = changed("headless", architectures=["GPT2Model"])
-    assert "GPT2Model, which is no causal language model" in error_of(headless)
-    assert "load_pretrained" in error_of(changed("layers", n_layer=3))
+    for folder, message in (
+        (page, "me/tiny: there is no such folder; a model of the hub is fetched by `hf download me/tiny`"),
+        (run.with_name(f"{run.name}x"), f'{run}x: there is no such folder, did you mean "{run}"?'),
+        (tmp_path, "is no checkpoint and holds none: there is no manifest.json in it; expected"),
+        (runs, f"; name one of its runs, newest first: {runs}/a, {runs}/b, {runs}/c; expected"),
+        (without, "the model has no tokenizer"),
+        (saved(tmp_path / "old"), "has no config.json that transformers knows; add it to what `wherry export"),
+        (changed("kind", model_type="unheard-of"), "does not take"),
+        (changed("quantized", quantization_config={"quant_method": "gptq"}), "in few bits by gptq"),
+        (changed("headless", architectures=["GPT2Model"]), "GPT2Model, which is no causal language model"),
+        (changed("layers", n_layer=3), "load_pretrained"),
+    ):
+        assert message in error_of(folder)
+    no_adapter = error_of(exported, "hi", "--adapter", str(tmp_path))
+    assert f"--adapter {tmp_path}: there is no adapter_config.json in it" in no_adapter
     assert "the prompt is empty" in error_of(exported, "")
     assert "go together" in error_of(exported, "hi", "--nvme-path", str(tmp_path))
     monkeypatch.setattr(generate, "find_spec", lambda _: None)
@@ -254,10 +250,3 @@ def test_code_that_comes_with_a_model_is_not_run(exported, tmp_path):
         (folder / file).write_text(json.dumps(values | {"auto_map": named}))
     assert main(["generate", str(folder), "hi", "--max-new-tokens", "3"]) in (0, 2)
     assert not (tmp_path / "ran").exists()
-
-
-def test_a_folder_that_is_called_as_a_preset_is_the_folder(exported, tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(exported, "gpt2-124m")
-    assert main(["generate", "gpt2-124m", "hi", "--max-new-tokens", "1", "--dtype", "bf16"]) == 0
-    assert "of weights in bfloat16" in capsys.readouterr().err

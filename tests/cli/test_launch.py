@@ -20,7 +20,7 @@ FAILS_IN_TRAINING = (
     + BLOCK
     + RECORDED
     + """
-import torch, wherry
+import signal, threading, torch, wherry
 
 def unwell(module, inputs):
     raise ValueError("rank one is unwell")
@@ -29,6 +29,10 @@ model = torch.nn.Sequential(*[torch.nn.Linear(8, 8) for _ in range(3)])
 zero = {"stage": 3, "stage3_param_persistence_threshold": 0}
 engine, *_ = wherry.initialize(model=model, config={"zero_optimization": zero, "optimizer": {"type": "AdamW"}})
 rank = engine.global_rank
+if rank == 1:  # leave a thread running that no signal ends
+    signal.signal(signal.SIGALRM, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
+    threading.Thread(target=time.sleep, args=(600,)).start()
 try:
     for step in range(10**6):
         if step == 2 and rank == 1:
@@ -43,52 +47,36 @@ except Exception as error:
 )
 
 
-def test_two_ranks_sum_over_gloo(tmp_path):
-    body = (
-        "import torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo')\n"
-        "total = torch.ones(1) * (dist.get_rank() + 1)\n"
-        "dist.all_reduce(total)\n"
-        "assert sys.argv[1:] == ['--flag', 'value'], sys.argv\n"
-        "assert os.environ['LOCAL_RANK'] == str(dist.get_rank())\n"
-        "print(f'rank {dist.get_rank()} of {dist.get_world_size()} sum {total.item()}\\n', end='', flush=True)\n"
-        "dist.destroy_process_group()\n"
-    )
-    done = wherry("run", "--num_gpus", 2, script(tmp_path, body), "--flag", "value")
-    assert done.returncode == 0, done.stderr
-    assert "rank 0 of 2 sum 3.0" in done.stdout and "rank 1 of 2 sum 3.0" in done.stdout
-
-
-ONE_AFTER_THE_OTHER = """
+TRAINS_TWICE = """
 import torch, wherry
 
-for turn in range(3):
-    torch.manual_seed(turn)
-    engine, *_ = wherry.initialize(
-        model=torch.nn.Linear(4, 1),
-        config={
-            "train_micro_batch_size_per_gpu": 2,
-            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
-            "zero_optimization": {"stage": 3},
-        },
-    )
-    engine.backward(engine(torch.ones(2, 4)).sum())
+assert __name__ == "__main__" and int(os.environ["OMP_NUM_THREADS"]) >= 1
+assert sys.argv[1:] == [f"--local_rank={os.environ['LOCAL_RANK']}", "--flag", "value"], sys.argv
+for turn in range(2):
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 3}}
+    engine, *_ = wherry.initialize(model=torch.nn.Linear(4, 1), config=config)
+    assert os.environ["LOCAL_RANK"] == str(torch.distributed.get_rank())
+    total = torch.ones(1) * (torch.distributed.get_rank() + 1)
+    torch.distributed.all_reduce(total)
+    engine.backward(engine(torch.ones(1, 4)).sum())
     engine.step()
     engine.close()
     assert not torch.distributed.is_initialized()
-print("all three")
+print(f"rank {os.environ['RANK']} sum {total.item()}\\n", end="", flush=True)
 """
 
 
-def test_engines_one_after_another_join_new_groups(tmp_path):
-    done = launched("run", "--nproc", 2, script(tmp_path, ONE_AFTER_THE_OTHER))
+def test_engines_of_two_ranks_one_after_another(tmp_path):
+    script(tmp_path, TRAINS_TWICE, "trains.py")
+    flags = ("--num_gpus", 2, "--local_rank_arg", "--module", "trains")
+    done = wherry("run", *flags, "--flag", "value", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.count("all three") == 2
+    assert "rank 0 sum 3.0" in done.stdout and "rank 1 sum 3.0" in done.stdout
 
 
 @pytest.mark.smoke
 def test_a_dying_rank_ends_all_and_its_traceback_is_last(tmp_path):
-    done = launched("run", "--nproc", 2, script(tmp_path, FAILS_IN_TRAINING))
+    done = launched("run", "--nproc", 2, script(tmp_path, FAILS_IN_TRAINING), timeout=25)  # the agent kills after 30 s
     assert done.returncode == 1, done.stderr
     assert (tmp_path / "raised.0").read_text().startswith("PeerError: rank 1 has failed, while rank 0 waited for ")
     lines = done.stderr.rstrip().splitlines()
@@ -99,25 +87,6 @@ def test_a_dying_rank_ends_all_and_its_traceback_is_last(tmp_path):
     # The user has no use for the frames of the launcher's own code.
     assert "wherry/cli" not in done.stderr
     assert len(pids_in(tmp_path)) == 2 and gone(pids_in(tmp_path))
-
-
-LEAVES_A_THREAD = (
-    WRITE_PID
-    + """
-import signal, threading
-signal.signal(signal.SIGALRM, lambda *_: None)
-signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGALRM})
-threading.Thread(target=time.sleep, args=(600,)).start()
-raise ValueError("unwell")
-"""
-)
-
-
-def test_a_failed_rank_ends_the_threads_that_it_left_running(tmp_path):
-    done = launched("run", "--nproc", 1, script(tmp_path, LEAVES_A_THREAD), timeout=25)  # the agent kills after 30 s
-    assert done.returncode == 1
-    assert done.stderr.rstrip().splitlines()[-1] == "ValueError: unwell"
-    assert gone(pids_in(tmp_path))
 
 
 # Rank 1 ends in the way of the first argument, while rank 0 is in a collective of the backend's own.
@@ -137,11 +106,7 @@ KILLED = "was ended by SIGKILL (SIGKILL often means that the machine ran out of 
 
 @pytest.mark.parametrize(
     ("end", "status", "reported"),
-    [
-        ("os.kill(os.getpid(), 9)", 128 + 9, KILLED),
-        ("os._exit(3)", 3, "exited with status 3"),
-        ("sys.exit(4)", 4, "exited with status 4"),
-    ],
+    [("os.kill(os.getpid(), 9)", 128 + 9, KILLED), ("sys.exit(4)", 4, "exited with status 4")],
 )
 def test_a_rank_that_ends_without_an_error_is_one_line(tmp_path, end, status, reported):
     done = launched("run", "--nproc", 2, script(tmp_path, ENDS_EARLY), end)
@@ -149,12 +114,15 @@ def test_a_rank_that_ends_without_an_error_is_one_line(tmp_path, end, status, re
     assert gone(pids_in(tmp_path))
 
 
-def test_the_transports_error_about_a_dead_peer_is_hidden(tmp_path):
-    done = launched("run", "--nproc", 2, script(tmp_path, ENDS_EARLY), "raise ValueError('unwell')")
+def test_the_transports_error_about_a_dead_peer_is_hidden_and_the_log_of_each_rank_is_whole(tmp_path):
+    flags = ("--nproc", 2, "--log-dir", tmp_path / "logs", "--redirects", 3)
+    done = launched("run", *flags, script(tmp_path, ENDS_EARLY), "raise ValueError('unwell')")
     assert done.returncode == 1
     assert done.stderr.startswith("wherry: rank 1 failed, and all ranks have ended. Its traceback:\n\nTraceback (most")
     assert done.stderr.endswith("ValueError: unwell\n")
     assert done.stderr.count("Traceback") == 1 and "peer" not in done.stderr
+    (log,) = (tmp_path / "logs").glob("*/attempt_0/1/stderr.log")
+    assert log.read_text().rstrip().endswith("ValueError: unwell")
 
 
 LEAVES_EARLY = """
@@ -178,19 +146,15 @@ def test_a_rank_that_takes_fewer_steps_is_named_without_the_transports_error(tmp
     assert sum(line.startswith("  File") for line in lines) == 1 and len(lines) <= 7
 
 
-REFUSED = (
-    RECORDED
-    + """
+REFUSED = """
 import torch, wherry
-if os.environ["RANK"] == sys.argv[1]: wait_for_record_of(1 - int(sys.argv[1]))
+if os.environ["RANK"] == "0": wait_for_record_of(1)
 wherry.initialize(model=torch.nn.Linear(1, 1), config={"gradient_cliping": 1})
 """
-)
 
 
-@pytest.mark.parametrize("last", [0, 1])
-def test_the_same_error_on_all_ranks_is_shown_once(tmp_path, last):
-    done = launched("run", "--nproc", 2, script(tmp_path, REFUSED), last)
+def test_the_same_error_on_all_ranks_is_shown_once(tmp_path):
+    done = launched("run", "--nproc", 2, script(tmp_path, RECORDED + REFUSED))
     assert done.returncode == 1
     lines = done.stderr.splitlines()
     assert lines[0].startswith("wherry: the same error on all 2 ranks, and all ranks have ended. The traceback of rank")
@@ -199,17 +163,6 @@ def test_the_same_error_on_all_ranks_is_shown_once(tmp_path, last):
     assert sum("gradient_cliping: unknown" in line for line in lines) == 1
     (frame,) = [line for line in lines if line.startswith("  File")]
     assert frame.startswith(f'  File "{tmp_path}/script.py", line ') and frame.endswith(", in <module>")
-
-
-def test_errors_that_differ_are_all_named(tmp_path):
-    body = "if os.environ['RANK'] == '1': raise ValueError('unwell')\nwait_for_record_of(1)\nraise KeyError('also')\n"
-    done = launched("run", "--nproc", 2, script(tmp_path, RECORDED + body))
-    lines = done.stderr.splitlines()
-    assert lines[:2] == [
-        "wherry: rank 0 failed as well: KeyError: 'also'",
-        "wherry: rank 1 failed, and all ranks have ended. Its traceback:",
-    ]
-    assert lines[-1] == "ValueError: unwell"
 
 
 def test_an_attempt_before_the_last_shows_its_error_at_once(tmp_path):
@@ -223,36 +176,6 @@ def test_an_attempt_before_the_last_shows_its_error_at_once(tmp_path):
     first = done.stderr[: done.stderr.index("ValueError: attempt 0")]
     assert "[rank 1] Traceback" in first
     assert done.stderr.count("wherry: a rank failed; all start again (restart 1 of 1)\n") == 1
-
-
-# Rank 0 shows its traceback when the launcher has seen the end of rank 1.
-SHOWS_LATE = """
-import psutil
-rank, write = os.environ["RANK"], sys.stderr.write
-pid = HERE / f"pid {os.environ['TORCHELASTIC_RESTART_COUNT']}"
-if rank == "1":
-    pid.with_suffix(".part").write_text(str(os.getpid()))
-    pid.with_suffix(".part").replace(pid)
-def late(text):
-    while not pid.exists() or psutil.pid_exists(int(pid.read_text())): time.sleep(0.01)
-    return write(text)
-if rank == "0": sys.stderr.write = late
-raise ValueError("every rank of attempt " + os.environ["TORCHELASTIC_RESTART_COUNT"])
-"""
-
-
-def test_an_error_of_all_ranks_is_shown_once_an_attempt_however_late(tmp_path):
-    done = launched("run", "--nproc", 2, "--max-restarts", 1, script(tmp_path, SHOWS_LATE))
-    assert done.stderr.count("ValueError: every rank of attempt 0") == 1
-    assert done.stderr.count("ValueError: every rank of attempt 1") == 1
-
-
-def test_the_log_of_each_rank_is_whole(tmp_path):
-    flags = ("--nproc", 2, "--log-dir", tmp_path / "logs", "--redirects", 3)
-    done = launched("run", *flags, script(tmp_path, ENDS_EARLY), "raise ValueError('unwell')")
-    assert done.returncode == 1
-    (log,) = (tmp_path / "logs").glob("*/attempt_0/1/stderr.log")
-    assert log.read_text().rstrip().endswith("ValueError: unwell")
 
 
 def test_a_crash_in_native_code_shows_the_python_stack(tmp_path):
@@ -286,78 +209,40 @@ def test_ranks_do_not_outlive_a_killed_launcher(tmp_path):
     wait_for(lambda: gone(pids_in(tmp_path)))
 
 
-def test_a_module_with_local_rank_and_shared_cores(tmp_path):
-    body = (
-        "seen = [__name__, os.environ['OMP_NUM_THREADS'], *sys.argv[1:]]\n"
-        "(HERE / f\"{os.environ['RANK']}.out\").write_text(' '.join(seen))\n"
-    )
-    script(tmp_path, body, "some_module.py")
-    done = launched("run", "--nproc-per-node", 2, "--local_rank_arg", "--module", "some_module", "x", cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    for rank in (0, 1):
-        name, threads, *arguments = (tmp_path / f"{rank}.out").read_text().split()
-        assert (name, arguments) == ("__main__", [f"--local_rank={rank}", "x"])
-        assert int(threads) >= 1
-
-
-def test_a_script_is_the_true_main(tmp_path):
-    body = (
-        "import pickle, multiprocessing\n"
-        "class Thing: pass\n"
-        "def double(x): return 2 * x\n"
-        "if __name__ == '__main__':\n"
-        "    assert type(pickle.loads(pickle.dumps(Thing()))) is Thing\n"
-        "    assert sys.path[0] == str(HERE) and Path(sys.argv[0]).name == 'script.py'\n"
-        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n"
-        "        assert pool.map(double, [21]) == [42]\n"
-        "    sys.exit(7)\n"
-    )
-    done = launched("run", "--nproc", 1, script(tmp_path, body))
-    assert done.returncode == 7, done.stderr
-    assert done.stderr.splitlines()[-1] == "wherry: rank 0 exited with status 7, and all ranks have ended."
-
-
-AT_EXIT = """
-import atexit, sys, threading, time
+# A thread in native code must not abort a rank at its end.
+TRUE_MAIN = """
+import atexit, multiprocessing, pickle, threading
 from datetime import timedelta
 import torch.distributed as dist
 
+class Thing: pass
 class Slow:
-    def __del__(self, sleep=time.sleep):
-        sleep(2)
+    def __del__(self, sleep=time.sleep): sleep(2)
 
-store = dist.TCPStore("127.0.0.1", 0, 1, True)
+def double(x): return 2 * x
 
-def wait():
-    try:
-        store.wait(["never set"], timedelta(seconds=1))
-    except Exception:
-        pass
+def wait(store):
+    try: store.wait(["never set"], timedelta(seconds=1))
+    except Exception: pass
 
-told = threading.Event()
-
-def late():
-    told.wait()
-    time.sleep(0.2)
-    print("thread", flush=True)
-
-threading.Thread(target=wait, daemon=True).start()
-threading.Thread(target=late).start()
-keep = Slow()
-time.sleep(0.1)
-atexit.register(print, "at exit")
-print("not flushed", end="; ")
-told.set()
-left_open = open(__file__ + ".left", "w")
-left_open.write("written")
-sys.exit(int(sys.argv[1]))
+if __name__ == "__main__":
+    assert type(pickle.loads(pickle.dumps(Thing()))) is Thing
+    assert sys.path[0] == str(HERE) and Path(sys.argv[0]).name == "script.py"
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        assert pool.map(double, [21]) == [42]
+    threading.Thread(target=wait, args=(dist.TCPStore("127.0.0.1", 0, 1, True),), daemon=True).start()
+    keep = Slow()
+    atexit.register(print, "at exit")
+    print("not flushed", end="; ")
+    left_open = open(__file__ + ".left", "w")
+    left_open.write("written")
+    sys.exit(7)
 """
 
 
-@pytest.mark.parametrize("status", [0, 3])
-def test_a_thread_in_native_code_does_not_abort_a_rank_at_its_end(tmp_path, status):
-    done = launched("run", script(tmp_path, AT_EXIT), status)
-    assert "terminate called" not in done.stderr
-    assert done.stdout.endswith("not flushed; thread\nat exit\n")
-    assert done.returncode == status, done.stderr
+def test_a_script_is_the_true_main_and_ends_as_it_wants(tmp_path):
+    done = launched("run", "--nproc", 1, script(tmp_path, TRUE_MAIN))
+    assert done.returncode == 7, done.stderr
+    assert done.stderr == "wherry: rank 0 exited with status 7, and all ranks have ended.\n"
+    assert done.stdout.endswith("not flushed; at exit\n")
     assert [left.read_text() for left in tmp_path.glob("*.left")] == ["written"]

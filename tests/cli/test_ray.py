@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from tests.cli.programs import WRITE_PID, gone, pids_in, script, start, wait_for, wherry
+from tests.cli.programs import WRITE_PID, gone, pids_in, script, wait_for, wherry
 
 pytestmark = [pytest.mark.nightly, pytest.mark.usefixtures("launched")]
 
@@ -41,10 +40,6 @@ def test_ranks_of_two_machines_sum_and_know_their_place(tmp_path, ray_address):
         "names = 'RANK WORLD_SIZE LOCAL_RANK LOCAL_WORLD_SIZE GROUP_RANK NCCL_TEST CUDA_VISIBLE_DEVICES'.split()\n"
         "print('sum', total.item(), *(os.environ[name] for name in names), *sys.argv[1:])\n"
         "assert os.environ['MASTER_ADDR'] and os.environ['MASTER_PORT']\n"
-        # No command line shows the variables that are passed on.
-        "import psutil\n"
-        "lines = [' '.join(found.info['cmdline'] or ()) for found in psutil.process_iter(['cmdline'])]\n"
-        "assert not [line for line in lines if 'NCCL_TEST' in line]\n"
         "dist.destroy_process_group()\n"
     )
     done = wherry("run", "--on", "ray", script(tmp_path, body), "a b", cwd=tmp_path, NCCL_TEST="kept", **ray_address)
@@ -77,29 +72,3 @@ def test_all_start_again_when_a_machine_is_lost_and_a_failure_ends_all(tmp_path,
     assert lines[-1] == "KeyError: 'unwell'"
     assert len(pids_in(tmp_path)) == 4
     wait_for(lambda: gone(pids_in(tmp_path)))
-
-
-def test_ctrl_c_reaches_every_machine(tmp_path, ray_address):
-    body = (
-        "try:\n    " + WRITE_PID + "    time.sleep(600)\nexcept KeyboardInterrupt:\n"
-        "    (HERE / f\"interrupted.{os.environ['RANK']}\").touch()\n"
-    )
-    driver = start("run", "--on", "ray", "--nproc", 1, script(tmp_path, body), cwd=tmp_path, **ray_address)
-    wait_for(lambda: len(pids_in(tmp_path)) == 2)
-    driver.send_signal(signal.SIGINT)
-    output, _ = driver.communicate(timeout=60)
-    assert driver.returncode == 130, output
-    assert {path.name for path in tmp_path.glob("interrupted.*")} == {"interrupted.0", "interrupted.1"}
-    assert gone(pids_in(tmp_path))
-
-
-def test_a_wait_for_machines_is_announced(tmp_path, ray_address):
-    driver = start(
-        "run", "--on", "ray", "--nproc", 1, "--num_nodes", 3, script(tmp_path, ""), cwd=tmp_path, **ray_address
-    )
-    assert driver.stdout is not None
-    line = driver.stdout.readline()
-    driver.send_signal(signal.SIGINT)
-    driver.communicate(timeout=60)
-    assert line == "wherry: waiting until Ray has 3 machines with 1 CPU and 1 GPU free\n"
-    assert driver.returncode == 130

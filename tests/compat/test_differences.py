@@ -1,11 +1,13 @@
-"""What differs between `import wherry` and the alias: each row of the page's table is what both are seen to do."""
+"""The page "Coming from DeepSpeed": what differs between `import wherry` and the alias, and what keys do."""
 
 from __future__ import annotations
 
 import copy
 import logging
+import re
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,25 +23,18 @@ from wherry.compat.deepspeed import engine as engines
 from wherry.compat.deepspeed.engine import DeepSpeedEngine
 from wherry.compat.deepspeed.tensor_fragment import safe_get_full_grad
 from wherry.compat.deepspeed.zero import Init, TiledLinear
+from wherry.config.reference import catalog
 from wherry.nn.tiled import TiledLinear as WherryTiledLinear
 
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from-deepspeed.md"
 SIZES = {"train_micro_batch_size_per_gpu": 2}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
+BF16 = {"bf16": {"enabled": True}}
 Pair = tuple[str, str]
-ROWS: dict[str, Callable[[], Pair]] = {}
 
 
-def row(what: str) -> Callable[[Callable[[], Pair]], Callable[[], Pair]]:
-    def keep(check: Callable[[], Pair]) -> Callable[[], Pair]:
-        ROWS[what] = check
-        return check
-
-    return keep
-
-
-def told(call: Callable[[], Any], done: str) -> str:
-    """The kind of error that a call ends with, or what it does."""
+def outcome(call: Callable[[], Any], done: str) -> str:
+    """Name the error that a call ends with, or what it does."""
     try:
         call()
     except Exception as error:
@@ -48,7 +43,7 @@ def told(call: Callable[[], Any], done: str) -> str:
 
 
 def both(use: Callable[[Any], str], weight: float = 1.0, **config: Any) -> Pair:
-    """What is seen of an engine of either kind, whose loss is the sum of the input times `weight`."""
+    """Look at an engine of either kind, whose loss is the sum of the input times `weight`."""
     seen = []
     for initialize in (wherry.initialize, engines.initialize):
         model = nn.Linear(1, 1, bias=False)
@@ -69,50 +64,35 @@ def step(engine: Any, size: float = 3.0) -> None:
     engine.step()
 
 
-def read(given: dict[str, Any], done: str, left: str) -> Pair:
-    """What each says of a config."""
+def read(given: dict[str, Any], done: str = "accepted", left: str = "left aside") -> Pair:
+    """Read a config by either."""
     config = {**SIZES, **given}
-    ours = told(lambda: configs.load(copy.deepcopy(config)), done)
-    return ours, told(lambda: theirs.load(copy.deepcopy(config)), left)
+    ours = outcome(lambda: configs.load(copy.deepcopy(config)), done)
+    return ours, outcome(lambda: theirs.load(copy.deepcopy(config)), left)
 
 
 # Numbers.
 
 
-@row("`gradient_clipping` left out")
-def _() -> Pair:
-    return both(lambda engine: str(engine.gradient_clipping()))
+def master(engine: Any) -> str:
+    return f"{float(engine.states.full('weight', 'master')):.3f}"
 
 
-@row("the fp32 master of a weight of 1.001 in bf16")
-def _() -> Pair:
-    return both(lambda engine: f"{float(engine.states.full('weight', 'master')):.3f}", 1.001, bf16={"enabled": True})
+def master_after_a_load(engine: Any) -> str:
+    with torch.no_grad():
+        engine.states.set_full("weight", "master", torch.full((1, 1), 1.001))
+    with tempfile.TemporaryDirectory() as folder:
+        engine.save_checkpoint(folder)
+        engine.load_checkpoint(folder, load_module_only=True)
+    return master(engine)
 
 
-@row("the master of a weight of 1.001 in bf16 after a load with `load_module_only`")
-def _() -> Pair:
-    def loaded(engine: Any) -> str:
-        with torch.no_grad():
-            engine.states.set_full("weight", "master", torch.full((1, 1), 1.001))
-        with tempfile.TemporaryDirectory() as folder:
-            engine.save_checkpoint(folder)
-            engine.load_checkpoint(folder, load_module_only=True)
-        return f"{float(engine.states.full('weight', 'master')):.3f}"
-
-    return both(loaded, bf16={"enabled": True})
+def first_step(engine: Any) -> str:
+    step(engine)
+    return f"{float(next(iter(engine.optimizer.state_dict()['state'].values()))['step']) - 1:g}"
 
 
-@row("the steps that an Adam in bf16 at stage 0 begins with")
-def _() -> Pair:
-    def steps(engine: Any) -> str:
-        step(engine)
-        return f"{float(next(iter(engine.optimizer.state_dict()['state'].values()))['step']) - 1:g}"
-
-    return both(steps, bf16={"enabled": True}, optimizer={"type": "AdamW", "params": {"lr": 0.1}})
-
-
-@row("the learning rates of a `Muon` that is given none, of its matrices and of the rest")
-def _() -> Pair:
+def muon_rates() -> Pair:
     def rates_of(load: Callable[[Any], Any]) -> str:
         _, options = load({**SIZES, "optimizer": {"type": "Muon"}}).optimizer.build_args()
         return f"{options['lr']:g}, {options['adamw_lr']:g}"
@@ -120,140 +100,112 @@ def _() -> Pair:
     return rates_of(configs.load), rates_of(theirs.load)
 
 
-@row("who updates the one layer of a model, of a `Muon`")
-def _() -> Pair:
-    def whose(engine: Any) -> str:
-        return "Muon" if engine.optimizer.param_groups[0]["use_muon"] else "AdamW"
-
-    return both(whose, optimizer={"type": "Muon"})
+def rule(engine: Any) -> str:
+    return "Muon" if engine.optimizer.param_groups[0]["use_muon"] else "AdamW"
 
 
-def rates(engine: Any) -> str:
+def rates(engine: Any) -> list[float]:
     seen = []
     for _ in range(4):
-        seen.append(f"{engine.optimizer.param_groups[0]['lr']:g}")
+        seen.append(engine.optimizer.param_groups[0]["lr"])
         step(engine)
-    return ", ".join(seen)
+    return [*seen, engine.optimizer.param_groups[0]["lr"]]
 
 
-@row("learning rates of a linear warm-up to 1 in 4 steps")
-def _() -> Pair:
-    params = {"warmup_num_steps": 4, "warmup_max_lr": 1.0, "warmup_type": "linear"}
-    return both(rates, scheduler={"type": "WarmupLR", "params": params})
+def counter(engine: Any) -> str:
+    return next(name for name in ("last_epoch", "last_batch_iteration") if name in engine.lr_scheduler.state_dict())
 
 
-@row("`WarmupDecayLR` without `warmup_max_lr`, of an optimizer with 0.5")
-def _() -> Pair:
-    params = {"warmup_num_steps": 2, "total_num_steps": 1000, "warmup_type": "linear"}
-
-    def highest(engine: Any) -> str:
-        seen = []
-        for _ in range(4):
-            step(engine)
-            seen.append(engine.optimizer.param_groups[0]["lr"])
-        return f"{max(seen):.3g}"
-
-    return both(highest, scheduler={"type": "WarmupDecayLR", "params": params})
+def steps_until_the_scale_grows(engine: Any) -> str:
+    first = engine.loss_scale
+    for count in range(1, 6):
+        step(engine, 0.01)
+        if engine.loss_scale != first:
+            return str(count)
+    raise AssertionError("it does not grow")
 
 
-@row("what a schedule's `state_dict()` counts with")
-def _() -> Pair:
-    params = {"warmup_num_steps": 2}
-
-    def key(engine: Any) -> str:
-        return next(name for name in ("last_epoch", "last_batch_iteration") if name in engine.lr_scheduler.state_dict())
-
-    return both(key, scheduler={"type": "WarmupLR", "params": params})
+def norm_after_an_overflow(engine: Any) -> str:
+    step(engine, 60000.0)
+    return f"{float(engine.get_global_grad_norm()):g}"
 
 
-@row("what `backward` returns for a loss of 3 and two micro-batches")
-def _() -> Pair:
-    return both(lambda engine: f"{float(engine.backward(loss(engine)).detach()):g}", gradient_accumulation_steps=2)
-
-
-@row("good steps until a dynamic scale with a window of 2 grows")
-def _() -> Pair:
-    def steps(engine: Any) -> str:
-        first = engine.loss_scale
-        for count in range(1, 6):
-            step(engine, 0.01)
-            if engine.loss_scale != first:
-                return str(count)
-        raise AssertionError("it does not grow")
-
-    fp16 = {"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2}
-    return both(steps, fp16=fp16, zero_optimization={"stage": 1})
-
-
-@row("the norm after a step that is skipped")
-def _() -> Pair:
-    def norm(engine: Any) -> str:
-        step(engine, 60000.0)
-        return f"{float(engine.get_global_grad_norm()):g}"
-
-    return both(norm, fp16={"enabled": True, "initial_scale_power": 16}, zero_optimization={"stage": 1})
-
-
-@row("`weight_decay` left out of an `AdamW` with `torch_adam`")
-def _() -> Pair:
-    block = {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}}
-    return both(lambda engine: f"{engine.optimizer.param_groups[0]['weight_decay']:g}", optimizer=block)
-
+LINEAR = {"warmup_num_steps": 4, "warmup_max_lr": 1.0, "warmup_type": "linear"}
+DECAY = {"warmup_num_steps": 2, "total_num_steps": 1000, "warmup_type": "linear"}
+NUMBERS: dict[str, Callable[[], Pair]] = {
+    "`gradient_clipping` left out": lambda: both(lambda engine: str(engine.gradient_clipping())),
+    "the fp32 master of a weight of 1.001 in bf16": lambda: both(master, 1.001, **BF16),
+    "the master of a weight of 1.001 in bf16 after a load with `load_module_only`": lambda: both(
+        master_after_a_load, **BF16
+    ),
+    "the steps that an Adam in bf16 at stage 0 begins with": lambda: both(
+        first_step, **BF16, optimizer={"type": "AdamW", "params": {"lr": 0.1}}
+    ),
+    "the learning rates of a `Muon` that is given none, of its matrices and of the rest": muon_rates,
+    "who updates the one layer of a model, of a `Muon`": lambda: both(rule, optimizer={"type": "Muon"}),
+    "learning rates of a linear warm-up to 1 in 4 steps": lambda: both(
+        lambda engine: ", ".join(f"{rate:g}" for rate in rates(engine)[:4]),
+        scheduler={"type": "WarmupLR", "params": LINEAR},
+    ),
+    "`WarmupDecayLR` without `warmup_max_lr`, of an optimizer with 0.5": lambda: both(
+        lambda engine: f"{max(rates(engine)[1:]):.3g}", scheduler={"type": "WarmupDecayLR", "params": DECAY}
+    ),
+    "what a schedule's `state_dict()` counts with": lambda: both(
+        counter, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
+    ),
+    "what `backward` returns for a loss of 3 and two micro-batches": lambda: both(
+        lambda engine: f"{float(engine.backward(loss(engine)).detach()):g}", gradient_accumulation_steps=2
+    ),
+    "good steps until a dynamic scale with a window of 2 grows": lambda: both(
+        steps_until_the_scale_grows,
+        fp16={"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2},
+        zero_optimization={"stage": 1},
+    ),
+    "the norm after a step that is skipped": lambda: both(
+        norm_after_an_overflow, fp16={"enabled": True, "initial_scale_power": 16}, zero_optimization={"stage": 1}
+    ),
+    "`weight_decay` left out of an `AdamW` with `torch_adam`": lambda: both(
+        lambda engine: f"{engine.optimizer.param_groups[0]['weight_decay']:g}",
+        optimizer={"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
+    ),
+}
 
 # Configs.
 
 
-@row("`job_name` left out of a `csv_monitor`")
-def _() -> Pair:
+def job_name() -> Pair:
     given = {**SIZES, "csv_monitor": {"enabled": True}}
-    ours, others = configs.load(given), theirs.load(copy.deepcopy(given))
-    return ours.csv_monitor.job_name, others.csv_monitor.job_name
+    return configs.load(given).csv_monitor.job_name, theirs.load(copy.deepcopy(given)).csv_monitor.job_name
 
 
-@row("a key that nobody knows, at the top of a config")
-def _() -> Pair:
-    return read({"steps_per_prnit": 10}, "accepted", "left aside")
+def no_batch_size() -> Pair:
+    def build(initialize: Any) -> None:
+        initialize(model=nn.Linear(1, 1), config=copy.deepcopy(SGD))[0].close()
+
+    ours = outcome(lambda: build(wherry.initialize), "1")
+    return ours, outcome(lambda: build(engines.initialize), "accepted")
 
 
-@row("`offload_param` below stage 3")
-def _() -> Pair:
-    return read({"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}, "accepted", "left aside")
-
-
-@row("`AdamW` with `adam_w_mode: false`")
-def _() -> Pair:
-    return read({"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}}, "accepted", "left aside")
-
-
-@row("`sparse_gradients: true`")
-def _() -> Pair:
-    return read({"sparse_gradients": True}, "accepted", "left aside")
-
-
-@row('`gradient_allreduce_op: "sum"` at stage 3')
-def _() -> Pair:
-    return read({"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}, "sums", "sums")
-
-
-@row("no batch size at all")
-def _() -> Pair:
-    def there(initialize: Any) -> Callable[[], Any]:
-        model = nn.Linear(1, 1)
-        return lambda: initialize(model=model, config=copy.deepcopy(SGD))[0].close()
-
-    return told(there(wherry.initialize), "1"), told(there(engines.initialize), "accepted")
-
+CONFIGS: dict[str, Callable[[], Pair]] = {
+    "`job_name` left out of a `csv_monitor`": job_name,
+    "a key that nobody knows, at the top of a config": partial(read, {"steps_per_prnit": 10}),
+    "`offload_param` below stage 3": partial(
+        read, {"zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}
+    ),
+    "`AdamW` with `adam_w_mode: false`": partial(
+        read, {"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}}
+    ),
+    "`sparse_gradients: true`": partial(read, {"sparse_gradients": True}),
+    '`gradient_allreduce_op: "sum"` at stage 3': partial(
+        read, {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}, "sums", "sums"
+    ),
+    "no batch size at all": no_batch_size,
+}
 
 # Calls.
 
 
-@row("the class of `engine.optimizer` at stage 2")
-def _() -> Pair:
-    return both(lambda engine: type(engine.optimizer).__name__, zero_optimization={"stage": 2})
-
-
-@row("the shape of a weight of `[2, 2]` after `zero.Init`")
-def _() -> Pair:
+def built_shape() -> Pair:
     zero = {"zero_optimization": {"stage": 3}}
     shapes = []
     for context in (wherry.Init(config=zero), Init(config_dict_or_path={**SIZES, **zero})):
@@ -263,104 +215,101 @@ def _() -> Pair:
     return shapes[0], shapes[1]
 
 
-@row("`no_sync` at stage 2")
-def _() -> Pair:
-    def enter(engine: Any) -> None:
+def enter_no_sync(engine: Any) -> str:
+    def enter() -> None:
         with engine.no_sync():
             pass
 
-    return both(lambda engine: told(lambda: enter(engine), "accepted"), zero_optimization={"stage": 2})
+    return outcome(enter, "accepted")
 
 
-@row("`loss.backward()` without `engine.scale`, in fp16 with a dynamic scale")
-def _() -> Pair:
-    fp16 = {"enabled": True, "initial_scale_power": 4}
-    return both(lambda engine: told(loss(engine).backward, "scaled"), fp16=fp16, zero_optimization={"stage": 2})
+def gradient_within_a_window(engine: Any) -> str:
+    engine.backward(loss(engine))
+    if isinstance(engine, DeepSpeedEngine):
+        whole = safe_get_full_grad(engine.module.weight)
+        assert whole is not None
+        return f"{float(whole):g}"
+    return outcome(lambda: engine.gradients("weight"), "readable")
 
 
-@row("a gradient within a window, of a loss of 3 and two micro-batches")
-def _() -> Pair:
-    def gradient(engine: Any) -> str:
-        engine.backward(loss(engine))
-        if isinstance(engine, DeepSpeedEngine):
-            whole = safe_get_full_grad(engine.module.weight)
-            assert whole is not None
-            return f"{float(whole):g}"
-        return told(lambda: engine.gradients("weight"), "readable")
-
-    return both(gradient, gradient_accumulation_steps=2, zero_optimization={"stage": 2})
+def grad_attribute(engine: Any) -> str:
+    engine.backward(loss(engine))
+    grad = engine.module.weight.grad
+    engine.zero_grad()
+    return "None" if grad is None else f"{float(grad):g}"
 
 
-@row("a weight's `.grad` after the backward of a loss of 3, at stage 0")
-def _() -> Pair:
-    def found(engine: Any) -> str:
-        engine.backward(loss(engine))
-        grad = engine.module.weight.grad
-        engine.zero_grad()
-        return "None" if grad is None else f"{float(grad):g}"
-
-    return both(found)
-
-
-@row("`TiledLinear`'s first weight in a state dict")
-def _() -> Pair:
+def first_tile() -> Pair:
     ours = next(iter(WherryTiledLinear(4, 4, 2, 2).state_dict()))
     return ours, next(iter(TiledLinear(4, 4, in_splits=2, out_splits=2).state_dict()))
 
 
+STAGE_2 = {"zero_optimization": {"stage": 2}}
+CALLS: dict[str, Callable[[], Pair]] = {
+    "the class of `engine.optimizer` at stage 2": lambda: both(
+        lambda engine: type(engine.optimizer).__name__, **STAGE_2
+    ),
+    "the shape of a weight of `[2, 2]` after `zero.Init`": built_shape,
+    "`no_sync` at stage 2": lambda: both(enter_no_sync, **STAGE_2),
+    "`loss.backward()` without `engine.scale`, in fp16 with a dynamic scale": lambda: both(
+        lambda engine: outcome(loss(engine).backward, "scaled"),
+        fp16={"enabled": True, "initial_scale_power": 4},
+        **STAGE_2,
+    ),
+    "a gradient within a window, of a loss of 3 and two micro-batches": lambda: both(
+        gradient_within_a_window, gradient_accumulation_steps=2, **STAGE_2
+    ),
+    "a weight's `.grad` after the backward of a loss of 3, at stage 0": lambda: both(grad_attribute),
+    "`TiledLinear`'s first weight in a state dict": first_tile,
+}
+
 # Checkpoints.
 
 
-@row('`save_checkpoint("")`')
-def _() -> Pair:
-    return both(lambda engine: told(lambda: engine.save_checkpoint(""), "saved"))
+def load_without_latest(engine: Any) -> str:
+    folder = f"kept-{type(engine).__name__}"
+    engine.save_checkpoint(folder, save_latest=False)
+    found, _ = engine.load_checkpoint(folder)
+    return "the newest" if found is not None else "None"
 
 
-@row("`load_checkpoint` of a folder without `latest`")
-def _() -> Pair:
-    def after(engine: Any) -> str:
-        folder = f"kept-{type(engine).__name__}"
-        engine.save_checkpoint(folder, save_latest=False)
-        found, _ = engine.load_checkpoint(folder)
-        return "the newest" if found is not None else "None"
-
-    return both(after)
-
-
-@row("`load_checkpoint` of a tag that is not there")
-def _() -> Pair:
-    def after(engine: Any) -> str:
-        folder = f"tagged-{type(engine).__name__}"
-        engine.save_checkpoint(folder)
-        try:
-            found, _ = engine.load_checkpoint(folder, tag="other")
-        except CheckpointError as error:
-            return "an AssertionError" if isinstance(error, AssertionError) else "a CheckpointError"
-        return str(found)
-
-    return both(after)
+def load_a_tag_that_is_not_there(engine: Any) -> str:
+    folder = f"tagged-{type(engine).__name__}"
+    engine.save_checkpoint(folder)
+    try:
+        found, _ = engine.load_checkpoint(folder, tag="other")
+    except CheckpointError as error:
+        return "an AssertionError" if isinstance(error, AssertionError) else "a CheckpointError"
+    return str(found)
 
 
-@row("the files of a checkpoint at stage 2")
-def _() -> Pair:
-    def names(engine: Any) -> str:
-        folder = f"files-{type(engine).__name__}"
-        engine.save_checkpoint(folder, tag="one")
-        found = sorted(path.name for path in Path(folder).rglob("*.pt"))
-        return found[0] if found else "none of torch's"
+def saved_files(engine: Any) -> str:
+    folder = f"files-{type(engine).__name__}"
+    engine.save_checkpoint(folder, tag="one")
+    found = sorted(path.name for path in Path(folder).rglob("*.pt"))
+    return found[0] if found else "none of torch's"
 
-    return both(names, zero_optimization={"stage": 2})
+
+CHECKPOINTS: dict[str, Callable[[], Pair]] = {
+    '`save_checkpoint("")`': lambda: both(lambda engine: outcome(lambda: engine.save_checkpoint(""), "saved")),
+    "`load_checkpoint` of a folder without `latest`": lambda: both(load_without_latest),
+    "`load_checkpoint` of a tag that is not there": lambda: both(load_a_tag_that_is_not_there),
+    "the files of a checkpoint at stage 2": lambda: both(saved_files, **STAGE_2),
+}
+
+ROWS = NUMBERS | CONFIGS | CALLS | CHECKPOINTS
+
+
+def rows_of(section: str) -> list[list[str]]:
+    """Read the cells of a section's table."""
+    text = PAGE.read_text(encoding="utf-8").split(f"## {section}", 1)[1].split("\n## ", 1)[0]
+    rows = [line.strip().strip("|").split(" | ") for line in text.splitlines() if line.startswith("| ")]
+    return [[cell.strip() for cell in row] for row in rows[1:]]
 
 
 def table() -> dict[str, Pair]:
-    """The rows of the page, with what each cell begins with."""
-    text = PAGE.read_text(encoding="utf-8").split("## What differs", 1)[1].split("\n## ", 1)[0]
-    found = {}
-    for line in text.splitlines():
-        cells = [cell.strip() for cell in line.strip().strip("|").split(" | ")]
-        if line.startswith("| ") and cells[0] != "what":
-            found[cells[0]] = (cells[1], cells[2])
-    return found
+    """Give the rows of the page, with what each cell begins with."""
+    return {what: (ours, same) for what, ours, same, *_ in rows_of("What differs")}
 
 
 def test_the_table_has_the_rows_that_are_checked_here() -> None:
@@ -372,7 +321,6 @@ def test_a_row_is_what_both_do(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(engines, "init_distributed", lambda **_: None)
     with caplog.at_level(logging.INFO, "wherry"):
         ours, same = ROWS[what]()
     assert ours != same, "no difference"
@@ -380,3 +328,36 @@ def test_a_row_is_what_both_do(
     assert [cell.split(": ")[0].strip("`") for cell in cells] == [ours, same]
     if "left aside" in (ours, same):
         assert "left aside" in caplog.text  # with a line
+
+
+# How a row begins, and what the schema may say of its keys.
+CLAIMS = {"same": {"acts"}, "accepted, not needed": {"none"}, "not needed": {"none"}, "not here": {"refused"}}
+# Rows that are about values, or about keys that nobody knows.
+NO_KEYS = {'`"auto"`', "an unknown key", "a key that has no effect here"}
+
+
+def keys_in(cell: str) -> list[str]:
+    """Split a cell into dotted keys: ".stage" stands in the block of the key before it."""
+    block, keys = "", []
+    for name in re.findall("`([^`]+)`", cell):
+        keys.append(block + name if name.startswith(".") else name)
+        if not name.startswith("."):
+            block = name.rpartition(".")[0]
+    assert keys, f"a row without a key: {cell}"
+    return keys
+
+
+def test_the_key_table_names_keys_that_the_schema_knows_and_what_they_do() -> None:
+    effects = {info.path: info.effect for info in catalog() if not info.of}
+    rows = [row for row in rows_of("Keys") if row[0] not in NO_KEYS]
+    assert len(rows) > 12
+    for cell, text, *_ in rows:
+        for key in keys_in(cell):
+            assert key in effects, key
+            for claim, allowed in CLAIMS.items():
+                if text.startswith(claim):
+                    assert effects[key] in allowed, f"{key}: the page says {claim!r}, the schema {effects[key]!r}"
+    # `"wherry": {"unit_classes": [...]}` and the like, anywhere on the page.
+    paths = {info.path for info in catalog()}
+    named = re.findall(r'`"(\w+)": \{"(\w+)":', PAGE.read_text())
+    assert named and all(f"{block}.{key}" in paths for block, key in named), named

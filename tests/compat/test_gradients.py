@@ -1,4 +1,4 @@
-"""`.grad` through the alias: what a script finds there, and what its changes do to the update."""
+"""`.grad` and `deepspeed.utils.safe_*`: what a script finds there, and what its changes do to the update."""
 
 from __future__ import annotations
 
@@ -8,32 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from tests.compat.harness import BF16, FP16, HOST, batch, engine_of, line, loss_of, make_model
 from torch import nn
 
 import wherry
-from wherry.compat.deepspeed.engine import DeepSpeedEngine
-from wherry.compat.deepspeed.tensor_fragment import (
-    safe_get_full_grad,
-    safe_set_full_grad,
-    safe_update_full_grad_vectorized,
-)
+from wherry.compat.deepspeed import tensor_fragment as safe
 from wherry.parallel.comm import Comm
 from wherry.testing import run_ranks
 
-HALF: list[dict[str, Any]] = [{}, {"bf16": {"enabled": True}}]
 
-
-def made(model: nn.Module, comm: Comm | None = None, optimizer: Any = None, **config: Any) -> Any:
-    settings = {"train_micro_batch_size_per_gpu": 1, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True}
+def made(model: nn.Module, comm: Comm | None = None, optimizer: Any = None, stage: int = 0, **config: Any) -> Any:
+    config = {"gradient_clipping": 0.0, "zero_allow_untested_optimizer": True, **config}
     optimizer = optimizer or torch.optim.SGD(model.parameters(), lr=1.0)
-    given = {"model": model, "model_parameters": model.parameters(), "optimizer": optimizer, "mesh": comm}
-    return wherry.initialize(**given, config=settings | config, engine_class=DeepSpeedEngine)[0]
-
-
-def line() -> nn.Module:
-    model = nn.Linear(2, 1, bias=False)
-    nn.init.zeros_(model.weight)
-    return model
+    return engine_of(stage, model=model, given=optimizer, mesh=comm, **config)
 
 
 def backward(engine: Any, size: float, own: bool = False) -> None:
@@ -44,28 +31,30 @@ def backward(engine: Any, size: float, own: bool = False) -> None:
         engine.backward(loss)
 
 
-# Stage, micro-batches, and `.grad` after each.
-FOUND: list[tuple[int, int, list[float | None]]] = [
-    (0, 1, [1.5]), (0, 2, [0.5, 1.5]), (1, 1, [None]), (1, 2, [0.5, None]), (2, 2, [None, None]), (3, 1, [None])
-]  # fmt: skip
+def moved(engine: Any) -> float:
+    return -engine.states.full("weight", "master")[0, 0].item()
 
 
-@pytest.mark.parametrize("own", [False, True])
-@pytest.mark.parametrize("at", range(len(FOUND)))
-def test_what_stands_in_grad(at: int, own: bool) -> None:
-    """Of this rank's micro-batches so far until the boundary, then the mean over ranks; nothing after the step."""
-    (stage, batches, found), half = FOUND[at], HALF[(at + own) % 2]
+@pytest.mark.parametrize(
+    ("stage", "batches", "found", "own", "half"),
+    [
+        (0, 1, [1.5], False, {}), (0, 2, [0.5, 1.5], True, BF16), (1, 1, [None], True, {}),
+        (1, 2, [0.5, None], False, BF16), (2, 2, [None, None], True, {}), (3, 1, [None], False, BF16),
+    ],
+)  # fmt: skip
+def test_what_stands_in_grad(
+    stage: int, batches: int, found: list[float | None], own: bool, half: dict[str, Any]
+) -> None:
+    """Hold this rank's micro-batches so far until the boundary, then the mean over ranks; nothing after the step."""
 
     def train(comm: Comm) -> list[float | None]:
-        model, seen = line(), []
-        more = {"zero_optimization": {"stage": stage}, "gradient_accumulation_steps": batches, **half}
-        engine = made(model, comm, **more)
+        model, seen = line(0.0, 2), []
+        engine = made(model, comm, stage=stage, gradient_accumulation_steps=batches, **half)
         for _ in range(batches):
             backward(engine, 1.0 + comm.rank, own)
             seen.append(model.weight.grad)
             engine.step()
-        assert model.weight.grad is None
-        assert torch.equal(engine.states.full("weight", "master"), torch.full((1, 2), -1.5))
+        assert model.weight.grad is None and moved(engine) == 1.5
         engine.close()
         return [None if grad is None else float(grad.to(model.weight.dtype)[0, 0]) for grad in seen]
 
@@ -81,7 +70,6 @@ def drop(model: nn.Module) -> None:
 
 
 BETWEEN: dict[str, Callable[[Any, nn.Module], None]] = {
-    "nothing": lambda engine, model: None,
     "the model's zero_grad": lambda engine, model: model.zero_grad(),
     "zeros": lambda engine, model: model.zero_grad(set_to_none=False),
     "the engine's zero_grad": lambda engine, model: engine.zero_grad(),
@@ -90,53 +78,46 @@ BETWEEN: dict[str, Callable[[Any, nn.Module], None]] = {
 }
 
 
-@pytest.mark.parametrize("at", range(len(BETWEEN)))
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_what_is_dropped_between_two_backwards_of_a_step(stage: int, at: int) -> None:
-    between, half = list(BETWEEN)[at], HALF[(stage + at) % 2]
-    drops = {0: between != "nothing", 3: between == "the optimizer's zero_grad"}
-    drops[1] = drops[2] = between in ("the engine's zero_grad", "the optimizer's zero_grad")
-    model = line()
-    engine = made(model, zero_optimization={"stage": stage}, **half)
+@pytest.mark.parametrize(
+    ("stage", "between", "drops"),
+    [
+        *((0, between, True) for between in BETWEEN),
+        (1, "the model's zero_grad", False),
+        (1, "the engine's zero_grad", True),
+        (2, "the optimizer's zero_grad", True),
+        (3, "the engine's zero_grad", False),
+        (3, "the optimizer's zero_grad", True),
+    ],
+)
+def test_what_is_dropped_between_two_backwards_of_a_step(stage: int, between: str, drops: bool) -> None:
+    model = line(0.0, 2)
+    engine = made(model, stage=stage, **(BF16 if stage % 2 else {}))
     for steps in (1, 2):
         backward(engine, 1.0)
         BETWEEN[between](engine, model)
         backward(engine, 2.0)
         engine.step()
-        moved = -engine.states.full("weight", "master")[0, 0].item()
-        assert moved == steps * (2.0 if drops[stage] else 3.0)
+        assert moved(engine) == steps * (2.0 if drops else 3.0)
     # Before the step there is nothing to begin anew: what has been reduced is applied.
+    before = moved(engine)
     backward(engine, 1.0)
     if stage:
         BETWEEN[between](engine, model)
     engine.step()
-    assert -engine.states.full("weight", "master")[0, 0].item() == moved + 1.0
+    assert moved(engine) == before + 1.0
     engine.close()
 
 
-def net() -> nn.Module:
-    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4))
-
-
-def clip(model: nn.Module) -> None:
+def change(model: nn.Module) -> None:
+    """Clip gradients, and leave out the first."""
     nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-
-
-def double(model: nn.Module) -> None:
-    for weight in model.parameters():
-        weight.grad = weight.grad * 2
-
-
-def leave_out_the_first(model: nn.Module) -> None:
     next(model.parameters()).grad = None
 
 
-@pytest.mark.parametrize("change", [clip, double, leave_out_the_first])
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_a_script_makes_of_gradients_is_what_moves_the_weights(ranks: int, change: Callable[..., None]) -> None:
-    torch.manual_seed(0)
-    plain, data = net(), torch.randn(6, 2, 4)
-    first = copy.deepcopy(plain.state_dict())
+def test_what_a_script_makes_of_gradients_is_what_moves_the_weights(ranks: int) -> None:
+    plain, data = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(6, 2, 4)
+    first = copy.deepcopy(plain)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
     for number, pair in enumerate(data):
         optimizer.zero_grad()
@@ -146,8 +127,7 @@ def test_what_a_script_makes_of_gradients_is_what_moves_the_weights(ranks: int, 
         optimizer.step()
 
     def train(comm: Comm) -> dict[str, torch.Tensor]:
-        model = net()
-        model.load_state_dict(first)
+        model = copy.deepcopy(first)
         engine = made(model, comm, torch.optim.AdamW(model.parameters(), lr=0.1))
         for number, pair in enumerate(data):
             engine.backward(engine(pair[comm.rank :: ranks]).square().sum(1).mean())
@@ -155,45 +135,10 @@ def test_what_a_script_makes_of_gradients_is_what_moves_the_weights(ranks: int, 
                 change(model)
             engine.step()
         engine.close()
-        return {name: weight.clone() for name, weight in model.state_dict().items()}
+        return dict(model.state_dict())
 
     for found in run_ranks(ranks, train):
         torch.testing.assert_close(found, dict(plain.state_dict()))
-
-
-def test_two_models_of_which_one_judges_the_other() -> None:
-    """What a loss of the generator leaves in the judge is dropped by `judge.zero_grad()`."""
-    torch.manual_seed(1)
-    generator, judge, data = nn.Linear(3, 4), nn.Linear(4, 1), torch.randn(5, 2, 4)
-    plain = copy.deepcopy((generator, judge))
-
-    def train(models: Any, step: Callable[[int], None], backward: Callable[[int, torch.Tensor], None]) -> None:
-        generator, judge = models
-        for real in data:
-            judge.zero_grad()
-            backward(1, (judge(real) - 1).square().mean())
-            fake = generator(real[:, :3])
-            backward(1, judge(fake.detach()).square().mean())
-            step(1)
-            generator.zero_grad()
-            backward(0, (judge(fake) - 1).square().mean())
-            step(0)
-
-    optimizers = [torch.optim.Adam(model.parameters(), lr=0.05) for model in plain]
-    train(plain, lambda which: optimizers[which].step(), lambda which, loss: loss.backward())
-    engines = [made(model, None, torch.optim.Adam(model.parameters(), lr=0.05)) for model in (generator, judge)]
-    train(
-        (generator, judge),
-        lambda which: engines[which].step(),
-        lambda which, loss: engines[which].backward(loss),
-    )
-    for ours, theirs in zip((generator, judge), plain, strict=True):
-        torch.testing.assert_close(dict(ours.state_dict()), dict(theirs.state_dict()))
-    for engine in engines:
-        engine.close()
-
-
-# What else could go wrong with gradients that stand there.
 
 
 class Noise(nn.Module):
@@ -201,76 +146,37 @@ class Noise(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.log_sigma = nn.Linear(2, 1, bias=False), nn.Parameter(torch.tensor([0.5]))
-        nn.init.constant_(self.body.weight, 0.25)
+        self.body, self.sigma = line(0.25, 2), nn.Parameter(torch.tensor([0.5]))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.body(x)
 
 
-@pytest.mark.parametrize(("batches", "stage", "ranks"), [(1, 0, 2), (1, 1, 1), (3, 0, 1), (3, 1, 2)])
-def test_a_gradient_that_comes_past_the_model_counts_once(batches: int, stage: int, ranks: int) -> None:
-    """It reaches a weight before the engine hears of the backward, and `.grad` has one of the micro-batch before."""
-    plain, data = Noise(), [torch.full((1, 2), 1.0 + number) for number in range(2 * batches)]
+@pytest.mark.parametrize(("stage", "sizes"), [(0, (1.0,)), (1, (1.0, 2.0, 6.0))])
+def test_a_gradient_that_comes_past_the_model_counts_once(stage: int, sizes: tuple[float, ...]) -> None:
+    """Count a gradient that reaches a weight before the engine's backward begins, on top of the `.grad` before."""
+    alone = len(sizes) == 1
 
-    def loss(model: Any, x: torch.Tensor) -> torch.Tensor:
-        sigma = (model.module if isinstance(model, DeepSpeedEngine) else model).log_sigma.exp()
-        return ((model(x) - 1).square() / sigma).sum() + sigma.log().sum()
-
-    optimizer = torch.optim.SGD(plain.parameters(), lr=0.01)
-    for first in range(0, len(data), batches):
-        for x in data[first : first + batches]:
-            (loss(plain, x) / batches).backward()
-        if batches == 1:
-            plain.log_sigma.square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    def train(comm: Comm) -> dict[str, torch.Tensor]:
+    def train(comm: Comm) -> list[float]:
         model = Noise()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-        more = {"gradient_accumulation_steps": batches, "zero_optimization": {"stage": stage}}
-        engine = made(model, comm, optimizer, **more)
-        for first in range(0, len(data), batches):
-            for x in data[first : first + batches]:
-                loss(engine, x).backward()
-                if batches == 1:  # of the weight alone, which no module's forward comes before
-                    model.log_sigma.square().sum().backward()
-                engine.step()
+        engine = made(model, comm, stage=stage, gradient_accumulation_steps=len(sizes))
+        for size in sizes:
+            (engine(torch.full((1, 2), size)).sum() * model.sigma).sum().backward()
+            if alone:  # of the weight alone, which no module's forward comes before
+                (model.sigma * 3).sum().backward()
+            engine.step()
         engine.close()
-        return {name: weight.clone() for name, weight in model.state_dict().items()}
+        return [*(0.25 - model.body.weight[0]).tolist(), 0.5 - model.sigma.item()]
 
-    for found in run_ranks(ranks, train):
-        torch.testing.assert_close(found, dict(plain.state_dict()))
-
-
-def halve_data(grad: torch.Tensor) -> None:
-    grad.data.mul_(0.5)
-
-
-def halve_array(grad: torch.Tensor) -> None:
-    array = grad.numpy()
-    array *= 0.5
-
-
-def of_another(grad: torch.Tensor) -> None:
-    grad.data = grad.data * 0.5
-
-
-@pytest.mark.parametrize("change", [halve_data, halve_array, of_another])
-def test_changes_that_autograd_does_not_see_count(change: Callable[[torch.Tensor], None]) -> None:
-    model = line()
-    engine = made(model)
-    backward(engine, 1.0)
-    change(model.weight.grad)
-    engine.step()
-    assert torch.equal(model.weight, torch.full((1, 2), -0.5))
-    engine.close()
+    # The gradients of weight * sigma * size: by the body sigma, and by sigma the body's output.
+    size = sum(sizes) / len(sizes)
+    for found in run_ranks(2, train):
+        assert found == pytest.approx([0.5 * size, 0.5 * size, 2 * 0.25 * size + 3 * alone])
 
 
 def test_gradients_that_are_reduced_by_hand_stand_there_and_can_be_changed() -> None:
     def train(comm: Comm) -> list[float]:
-        model = line()
+        model = line(0.0, 2)
         engine = made(model, comm)
         with engine.no_sync():
             backward(engine, 1.0 + 2 * comm.rank)
@@ -279,7 +185,7 @@ def test_gradients_that_are_reduced_by_hand_stand_there_and_can_be_changed() -> 
         engine.set_gradient_accumulation_boundary(True)
         engine.allreduce_gradients()
         mean = float(model.weight.grad[0, 0])
-        model.weight.grad *= 2
+        model.weight.grad.data.mul_(2)  # which autograd does not see
         engine.step()
         engine.close()
         return [own, mean, float(model.weight.detach()[0, 0])]
@@ -287,36 +193,17 @@ def test_gradients_that_are_reduced_by_hand_stand_there_and_can_be_changed() -> 
     assert run_ranks(2, train) == [[1.0, 4.0, -8.0], [3.0, 4.0, -8.0]]
 
 
-def test_the_functions_for_gradients_and_grad_say_the_same() -> None:
-    model = line()
-    engine = made(model)
-    for change, moved in (
-        (lambda weight: weight.grad.mul_(3), 3.0),
-        (lambda weight: safe_set_full_grad(weight, torch.full((1, 2), 5.0)), 5.0),
-        (lambda weight: safe_update_full_grad_vectorized([weight], lambda grad, _: grad * 2), 2.0),
-    ):
-        before = model.weight.detach().clone()
-        backward(engine, 1.0)
-        change(model.weight)
-        assert torch.equal(model.weight.grad, torch.full((1, 2), moved))
-        assert torch.equal(safe_get_full_grad(model.weight), model.weight.grad)
-        engine.step()
-        assert torch.equal(before - model.weight, torch.full((1, 2), moved))
-    engine.close()
-
-
 def test_a_window_that_is_begun_anew_is_one_with_gradients() -> None:
-    model = line()
-    engine = made(model, gradient_accumulation_steps=2, zero_optimization={"stage": 1})
+    model = line(0.0, 2)
+    engine = made(model, stage=1, gradient_accumulation_steps=2)
     for _ in range(2):
         backward(engine, 1.0)
         engine.step()
     engine.optimizer.zero_grad()  # nothing waits for a step
-    backward(engine, 1.0)
-    engine.step()
-    backward(engine, 3.0)
-    engine.step()
-    assert engine.global_steps == 2 and -model.weight[0, 0] == 3.0
+    for size in (1.0, 3.0):
+        backward(engine, size)
+        engine.step()
+    assert engine.global_steps == 2 and moved(engine) == 3.0
     # A backward for inputs alone drops nothing.
     for _ in range(2):
         backward(engine, 1.0)
@@ -325,18 +212,111 @@ def test_a_window_that_is_begun_anew_is_one_with_gradients() -> None:
             x = torch.ones(1, 2, requires_grad=True)
             torch.autograd.grad(engine(x).sum(), x)
         engine.step()
-    assert engine.global_steps == 3 and -model.weight[0, 0] == 4.0
+    assert engine.global_steps == 3 and moved(engine) == 4.0
     engine.close()
 
 
-def test_what_a_script_sets_after_a_drop_is_added_to() -> None:
-    model = line()
-    engine = made(model)
-    backward(engine, 1.0)
-    engine.zero_grad()
-    model.weight.grad = torch.full((1, 2), 7.0)
-    backward(engine, 1.0)
+GET = (
+    safe.safe_get_full_grad,
+    safe.safe_get_local_grad,
+    safe.safe_get_full_fp32_param,
+    safe.safe_get_local_fp32_param,
+    lambda parameter: safe.safe_get_full_optimizer_state(parameter, "exp_avg"),
+    lambda parameter: safe.safe_get_local_optimizer_state(parameter, "exp_avg_sq"),
+)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_frozen_weight_has_none_of_it_and_stays(stage):
+    model = make_model()
+    model[0].weight.requires_grad_(False)
+    engine = engine_of(stage, model=model)
+    engine.backward(loss_of(engine))
+    frozen, trained = list(engine.module.parameters())[:2]
+    before = engine.consolidated_state_dict()["0.weight"].clone()
+    assert all(get(frozen) is None for get in GET)
+    assert all(get(trained) is not None for get in GET)
+    safe.safe_set_full_fp32_param(frozen, torch.zeros(8, 4))
+    safe.safe_set_full_grad(frozen, torch.zeros(8, 4))
+    safe.safe_set_local_grad(frozen, torch.zeros(32))
+    safe.safe_set_full_optimizer_state(frozen, torch.zeros(8, 4), "exp_avg")
+    safe.safe_update_full_grad_vectorized([frozen, trained], lambda gradient, parameter: gradient * 0)
+    assert safe.safe_get_full_grad(trained).abs().sum() == 0
+    if stage == 3:
+        safe.safe_set_local_grad(trained, torch.arange(8.0))
+        assert torch.equal(safe.safe_get_full_grad(trained), torch.arange(8.0))
+    with pytest.raises(wherry.WherryError, match="expected 8 elements"):
+        safe.safe_set_local_grad(trained, torch.zeros(3))
+    with pytest.raises(wherry.WherryError, match="belongs to no engine"):
+        safe.safe_set_full_grad(torch.nn.Parameter(torch.ones(1)), torch.ones(1))
     engine.step()
-    assert torch.equal(model.weight, torch.full((1, 2), -8.0))
-    engine.close()
-    assert model.weight.grad is None
+    assert torch.equal(engine.consolidated_state_dict()["0.weight"], before)
+    engine.destroy()
+
+
+@pytest.mark.parametrize(
+    ("stage", "zero", "more"), [(0, {}, FP16), (1, {}, {}), (1, HOST, FP16), (2, HOST, {}), (3, HOST, FP16)]
+)
+def test_full_and_local_gradients_within_a_window(stage, zero, more):
+    """Give the micro-batches so far: at stages 0 and 1 the rank's own until the boundary, else the ranks' mean."""
+    model = make_model()
+
+    def body(comm: Any) -> list[torch.Tensor]:
+        engine = engine_of(
+            stage, model=copy.deepcopy(model), zero=zero, mesh=comm, gradient_accumulation_steps=2, **more
+        )
+        weight, found = next(engine.module.parameters()), []
+        assert safe.safe_get_full_grad(weight) is None
+        for micro in range(2):
+            engine.backward(loss_of(engine, 2 * micro + comm.rank))
+            found.append(safe.safe_get_full_grad(weight).float().clone())
+            assert safe.safe_get_local_grad(weight).dim() == 1
+            safe.safe_set_full_grad(weight, found[-1] * 2)
+            torch.testing.assert_close(safe.safe_get_full_grad(weight).float(), found[-1] * 2, rtol=1e-2, atol=1e-3)
+            safe.safe_set_full_grad(weight, found[-1])
+            engine.step()
+        assert safe.safe_get_full_grad(weight) is None
+        assert safe.safe_get_local_grad(weight) is None
+        engine.destroy()
+        return [gradient / (16 if more else 1) for gradient in found]  # they carry the loss scale
+
+    found = run_ranks(2, body)
+    plain = [copy.deepcopy(model) for _ in range(2)]
+    for micro in range(2):
+        for rank in range(2):
+            (plain[rank](batch(2 * micro + rank)).mean() / 2).backward()
+        own = [one[0].weight.grad for one in plain]
+        for rank in range(2):
+            expected = own[rank] if stage < 2 and micro == 0 else (own[0] + own[1]) / 2
+            torch.testing.assert_close(found[rank][micro], expected, rtol=2e-2, atol=2e-3)
+
+
+def test_masters_and_states_that_a_script_sets_are_those_of_the_next_step():
+    model = make_model()
+    plain = copy.deepcopy(model)
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.0)
+
+    def body(comm: Any) -> list[torch.Tensor]:
+        engine = engine_of(3, model=copy.deepcopy(model), mesh=comm, gradient_clipping=0.0)
+        weight, bias = list(engine.module.parameters())[:2]
+        for seed in range(2):
+            engine.backward(loss_of(engine, seed))
+            engine.step()
+            if seed == 0:
+                safe.safe_set_full_fp32_param(bias, torch.full((8,), 0.125))
+                moment = safe.safe_get_full_optimizer_state(weight, "exp_avg")
+                safe.safe_set_full_optimizer_state(weight, moment * 2, "exp_avg")
+                local = safe.safe_get_local_optimizer_state(weight, "exp_avg_sq")
+                safe.safe_set_local_optimizer_state(weight, local * 4, "exp_avg_sq")
+        return [safe.safe_get_full_fp32_param(parameter) for parameter in engine.module.parameters()]
+
+    for seed in range(2):
+        plain(batch(seed)).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if seed == 0:
+            plain[0].bias.data.fill_(0.125)
+            optimizer.state[plain[0].weight]["exp_avg"].mul_(2)
+            optimizer.state[plain[0].weight]["exp_avg_sq"].mul_(4)
+    for found in run_ranks(2, body):
+        torch.testing.assert_close(found, [parameter.detach() for parameter in plain.parameters()])

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import gc
 import os
-import shutil
 import subprocess
 import sys
 import textwrap
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from wherry.tiers.buffers import HostPool
-from wherry.tiers.disk import DiskSpaceError, DiskStore, DiskUseError, Fault, probe
+from wherry.tiers.disk import DiskStore, DiskUseError, Fault
 
 SECTOR = 4096
 BLOCK = 64 << 10
@@ -30,26 +28,11 @@ def noise(pool: HostPool, nbytes: int, seed: int = 0) -> torch.Tensor:
     return buffer
 
 
-@pytest.mark.parametrize(
-    ("nbytes", "checksum"),
-    [(1, True), (SECTOR - 1, False), (BLOCK, True), (3 * BLOCK + SECTOR, False), (5 * BLOCK + 4321, True)],
-)
-def test_round_trip(make, pool, nbytes, checksum):
+@pytest.mark.parametrize("checksum", [True, False])
+def test_many_records_at_once_are_kept_apart(make, pool, checksum):
     store = make(checksum=checksum)
     store.attach(pool)
-    record = store.reserve("layers.0", nbytes)
-    written, read = noise(pool, nbytes), pool.take(nbytes)
-    store.write(record, written).wait()
-    store.read(record, read).wait()
-    assert torch.equal(read, written)
-    stats = store.stats
-    assert (stats.reads, stats.writes, stats.bytes_read, stats.bytes_written) == (1, 1, nbytes, nbytes)
-    assert stats.failures == stats.resumed == 0
-
-
-def test_many_records_at_once_are_kept_apart(make, pool):
-    store = make()
-    sizes = [1, 5000, BLOCK, BLOCK + 1, 10 * BLOCK, 777_777]
+    sizes = [1, SECTOR - 1, 5000, BLOCK, BLOCK + 1, 10 * BLOCK, 777_777]
     buffers = [noise(pool, size, seed) for seed, size in enumerate(sizes)]
     records = [store.reserve(f"layers.{i}", size) for i, size in enumerate(sizes)]
     tickets = [store.write(record, buffer) for record, buffer in zip(records, buffers, strict=True)]
@@ -61,6 +44,9 @@ def test_many_records_at_once_are_kept_apart(make, pool):
     for ticket in [store.read(record, buffer) for record, buffer in zip(records, back, strict=True)]:
         ticket.wait()
     assert all(torch.equal(a, b) for a, b in zip(buffers, back, strict=True))
+    stats = store.stats
+    assert (stats.reads, stats.writes, stats.bytes_read, stats.bytes_written) == (7, 7, sum(sizes), sum(sizes))
+    assert stats.failures == stats.resumed == 0
 
 
 def test_reads_and_writes_share_a_bounded_queue(make, tmp_path, pool):
@@ -75,16 +61,6 @@ def test_reads_and_writes_share_a_bounded_queue(make, tmp_path, pool):
     assert torch.equal(out, back)
     assert store.stats.both > 0
     assert 1 < store.stats.deepest <= 4
-
-
-def test_blocks_are_striped_over_the_paths(make, pool):
-    store = make()
-    record = store.reserve("layers.0", 8 * BLOCK + SECTOR)
-    buffer = noise(pool, record.nbytes)
-    store.write(record, buffer).wait()
-    assert store.reserved == (4 * BLOCK + SECTOR, 4 * BLOCK)
-    with open(store.paths[1], "rb") as file:
-        assert file.read(BLOCK) == bytes(buffer[BLOCK : 2 * BLOCK].tolist())
 
 
 def test_a_ragged_end_leaves_memory_beyond_it_alone(make, pool):
@@ -119,21 +95,6 @@ def test_equal_to_a_model_in_memory(make, roots, pool, data):
         store.read(record, back, offset=begin).wait()
         assert torch.equal(back, model[begin : begin + back.numel()])
     store.close()
-
-
-def test_threads_of_the_caller_share_a_store(make, pool):
-    store = make()
-
-    def work(who: int) -> bool:
-        record, out, back = store.reserve(f"layers.{who}", 3 * BLOCK), noise(pool, 3 * BLOCK, who), pool.take(3 * BLOCK)
-        for _ in range(20):
-            store.write(record, out).wait()
-            store.read(record, back).wait()
-        return torch.equal(out, back)
-
-    with ThreadPoolExecutor(4) as threads:
-        assert list(threads.map(work, range(4))) == [True] * 4
-    assert store.stats.bytes_read == 4 * 20 * 3 * BLOCK
 
 
 def test_buffers_dropped_in_flight_stay_alive(make, pool):
@@ -214,26 +175,6 @@ def test_a_missing_folder_is_made_and_logged(tmp_path, caplog):
     assert record.getMessage() == f"disk path {tmp_path}/new was not there, and is made"
 
 
-def test_without_the_library_the_choice_says_why(tmp_path, monkeypatch):
-    monkeypatch.setenv("WHERRY_ISA", "torch")
-    found = probe(str(tmp_path))
-    assert not found.native
-    assert found.backend != "io_uring"
-    assert "WHERRY_ISA=torch" in found.reasons[0]
-    with pytest.raises(DiskUseError, match=r"io_uring.*WHERRY_ISA=torch"):
-        probe(str(tmp_path), "io_uring")
-
-
-def test_free_space_is_checked(make, tmp_path):
-    store = make()
-    store.check_free(1 << 20)
-    free = shutil.disk_usage(tmp_path).free
-    with pytest.raises(DiskSpaceError, match="missing; free some space") as caught:
-        store.check_free(4 * free)
-    # Both paths are on one drive: what they miss, they miss together.
-    assert 2.5 * free < caught.value.missing < 3.5 * free
-
-
 def test_a_closed_store_says_so_and_its_tickets_live_on(make, pool):
     store = make()
     record, buffer = store.reserve("layers.0", 16 * BLOCK), noise(pool, 16 * BLOCK)
@@ -263,25 +204,11 @@ def test_garbage_collection_closes(make, pool, kind, tmp_path):
     assert threading.active_count() <= before
 
 
-def test_a_fork_cannot_use_the_store(make, pool, launched):
-    store = make()
-    record, buffer = store.reserve("a", SECTOR), noise(pool, SECTOR)
-    store.write(record, buffer).wait()
-    child = os.fork()
-    if child == 0:
-        try:
-            store.read(record, buffer)
-        except DiskUseError:
-            os._exit(0)
-        os._exit(1)
-    assert os.waitpid(child, 0)[1] == 0
-
-
 def test_the_folder_goes_at_interpreter_exit_but_not_with_a_forked_child(tmp_path, launched):
     script = textwrap.dedent(f"""
         import os, sys
         from wherry.tiers.buffers import HostPool
-        from wherry.tiers.disk import DiskStore
+        from wherry.tiers.disk import DiskStore, DiskUseError
         pool = HostPool()
         stores = []
         for native in (None, False):
@@ -292,7 +219,10 @@ def test_the_folder_goes_at_interpreter_exit_but_not_with_a_forked_child(tmp_pat
             record = store.reserve("layers.0", 1 << 20)
             store.write(record, buffer).wait()
             if os.fork() == 0:
-                sys.exit(7)
+                try:
+                    store.read(record, buffer)
+                except DiskUseError:
+                    sys.exit(7)
             assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
             assert os.path.exists(store.paths[0])
             store.read(record, buffer).wait()

@@ -31,16 +31,9 @@ def fences_of(page: Path) -> list[Fence]:
     for match in _FENCE.finditer(whole):
         before = whole[: match.start()]
         title, reason = _TITLE.search(match["info"]), _NOT_RUN.search(before)
-        indent = re.compile(f"^{match['indent']}", re.M)
-        found.append(
-            Fence(
-                before.count("\n") + 1,
-                match["kind"],
-                title and title[1],
-                indent.sub("", match["text"]),
-                reason and reason[1],
-            )
-        )
+        text = re.sub(f"^{match['indent']}", "", match["text"], flags=re.M)
+        line = before.count("\n") + 1
+        found.append(Fence(line, match["kind"], title and title[1], text, reason and reason[1]))
     return found
 
 

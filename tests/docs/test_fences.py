@@ -11,12 +11,14 @@ import re
 import shlex
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.cli.programs import WHERE, environment
+from tests.cli.programs import environment
 from tests.docs.fences import KINDS, commands_of, fences_of
+from tests.integrations import HUGGING_FACE
 
 import wherry.config
 from wherry.cli import main
@@ -29,15 +31,16 @@ SET_UP = ("make ", "pip install ", "source .venv/", "git clone ", "docker ", "cd
 # The largest answer of `wherry plan` says by its status that a model does not fit.
 MAY_SAY_NO = ("wherry plan ", "wherry doctor")
 TOY = "import sys; from tests.docs.toy import main; sys.exit(main())"
+LAUNCHER = ("torch.distributed.run", "torch.distributed.launcher.api", "wherry.cli.run", "wherry.train.job")
 
 
-def each_page(test: Any) -> Any:
-    return pytest.mark.parametrize("page", PARTS, ids=lambda page: str(page.relative_to(ROOT)))(test)
+each_page = pytest.mark.parametrize("page", PARTS, ids=lambda page: str(page.relative_to(ROOT)))
 
 
 @each_page
 def test_what_a_page_shows_is_well_formed(page: Path) -> None:
     """Programs compile, configs load, and commands, targets of make and extras have the names and flags shown."""
+    assert len(PARTS) > 15
     for fence in fences_of(page):
         where = f"{page.name}:{fence.line}"
         assert fence.kind in KINDS, f"{where}: expected one of {', '.join(KINDS)} behind the fence, got {fence.kind!r}"
@@ -56,10 +59,18 @@ def test_what_a_page_shows_is_well_formed(page: Path) -> None:
                     _check_flags(where, shlex.split(command, comments=True)[1:])
 
 
+@pytest.fixture(scope="session")
+def processes(forks: Any) -> Iterator[Any]:
+    """Forks of a process that has imported what any page needs; their launchers fork the ranks."""
+    from tests.forks import ENGINE, Forks
+
+    with Forks(*ENGINE, *LAUNCHER, *HUGGING_FACE, as_deepspeed=True, forked_ranks=True) as made:
+        yield made
+
+
 @each_page
-def test_a_page_runs_from_top_to_bottom(page: Path, forks: Any, tmp_path: Path) -> None:
+def test_a_page_runs_from_top_to_bottom(page: Path, processes: Any, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
-    processes = forks.of("wherry.train.job", as_deepspeed=True)
     for fence in fences_of(page):
         where = f"{page.name}:{fence.line}"
         if fence.title is not None:
@@ -67,12 +78,16 @@ def test_a_page_runs_from_top_to_bottom(page: Path, forks: Any, tmp_path: Path) 
         if fence.not_run is not None:
             continue
         if fence.kind == "python" and fence.title is None:
-            _check(where, processes.run("-c", fence.text, folder=tmp_path, launched=False), fence.text)
+            runs = [("", processes.run("-c", fence.text, folder=tmp_path, launched=False))]
         elif fence.kind == "console":
-            for command in commands_of(fence.text):
-                if not command.startswith(SET_UP):
-                    allowed = (0, 1) if command.startswith(MAY_SAY_NO) else (0,)
-                    _check(where, _run(command, processes, tmp_path), command, allowed)
+            commands = [command for command in commands_of(fence.text) if not command.startswith(SET_UP)]
+            runs = ((command, _run(command, processes, tmp_path)) for command in commands)
+        else:
+            continue
+        for command, done in runs:
+            allowed = (0, 1) if command.startswith(MAY_SAY_NO) else (0,)
+            told = f"{where}: {command}\nended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+            assert done.returncode in allowed and "Traceback" not in done.stderr, told
 
 
 @functools.cache
@@ -95,36 +110,22 @@ def _check_flags(where: str, words: list[str]) -> None:
             assert re.search(rf"{flag}\b(?!-)", known), f"{where}: {' '.join(command)} has no flag {word}"
 
 
-def _run(command: str, forks: Any, folder: Path) -> subprocess.CompletedProcess[str]:
+def _run(command: str, processes: Any, folder: Path) -> subprocess.CompletedProcess[str]:
     words, out = shlex.split(command, comments=True), None
     if words[-2:-1] == [">"]:
         words, out, command = words[:-2], folder / words[-1], command.partition(" > ")[0]
     alone = not set("|<>&;*$") & set(command.partition(" #")[0])
-    if words[0] == "wherry" and alone:
-        done = forks.run("-c", TOY, *words[1:], folder=folder, launched=False, timeout=280)
+    if words[0] in ("wherry", "python") and alone:
+        program = ("-c", TOY) if words[0] == "wherry" else ()
+        done = processes.run(*program, *words[1:], folder=folder, launched=False, timeout=280)
         if out is not None:
             out.write_text(done.stdout)
         return done
-    # Where a command is one of several, or another program, a shell runs it.
-    toy = folder / "bin" / "wherry"
-    if not toy.exists():
-        toy.parent.mkdir()
-        toy.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m tests.docs.toy "$@"\n')
-        toy.chmod(0o755)
-    path = os.pathsep.join([str(toy.parent), os.path.dirname(sys.executable), os.environ["PATH"]])
-    return subprocess.run(
-        ["bash", "-o", "pipefail", "-c", command],
-        cwd=folder,
-        env=environment(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", PATH=path, PYTHONPATH=f"{WHERE}{os.pathsep}{ROOT}"),
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
-
-
-def _check(where: str, done: subprocess.CompletedProcess[str], what: str, allowed: tuple[int, ...] = (0,)) -> None:
-    told = f"{where}: {what}\nended with {done.returncode}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
-    assert done.returncode in allowed and "Traceback" not in done.stderr, told
+    assert words[0] != "wherry", f"{command}: expected a command of its own, which is run at the size of a toy"
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ["PATH"]])
+    env = environment(HF_HUB_OFFLINE="1", OMP_NUM_THREADS="1", PATH=path)
+    shell = ["bash", "-o", "pipefail", "-c", command]
+    return subprocess.run(shell, cwd=folder, env=env, capture_output=True, text=True, timeout=280)
 
 
 def _check_set_up(where: str, command: str) -> None:
@@ -135,13 +136,3 @@ def _check_set_up(where: str, command: str) -> None:
         text = (ROOT / "pyproject.toml").read_text()
         for name in extra.split(","):
             assert re.search(rf"^{name} = \[", text, re.M), f"{where}: no extra {name}"
-
-
-def test_a_fence_is_found_with_its_title_and_its_reason(tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    program = '```python title="a.py"\nx = 1\n```\n'
-    commands = "<!-- not run: it needs a GPU -->\n```console\nwherry \\\n  run\n# no\n```\n"
-    page.write_text(f"Text.\n\n{program}\n{commands}")
-    first, second = fences_of(page)
-    assert (first.kind, first.title, first.text, first.not_run) == ("python", "a.py", "x = 1\n", None)
-    assert (second.line, second.not_run, commands_of(second.text)) == (8, "it needs a GPU", ["wherry run"])

@@ -74,11 +74,11 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
 
 
 def engine_of(
-    model: nn.Module, config: dict[str, Any], mesh: Any = None, optimizer: MakeOptimizer | None = adamw
+    model: nn.Module, config: dict[str, Any], mesh: Any = None, optimizer: MakeOptimizer | None = adamw, **more: Any
 ) -> Any:
     """Build an engine that trains all of the model."""
     made = optimizer(model.parameters()) if optimizer is not None else None
-    return wherry.initialize(model=model, optimizer=made, config=config, mesh=mesh)[0]
+    return wherry.initialize(model=model, optimizer=made, config=config, mesh=mesh, **more)[0]
 
 
 def on_ranks(
@@ -230,12 +230,12 @@ def train_engine(
     batch: Batch = token_batch,
     config: dict[str, Any] | None = None,
     place: Callable[[Comm], Any] = lambda comm: comm,
-    schedule: Any = None,
     before_step: Callable[[Any, int], None] | None = None,
     each_step: Callable[[Any, int], None] | None = None,
     finish: Callable[[Any], Any] | None = None,
     plain_backward: bool = False,
     by_window: bool = False,
+    schedule: Any = None,
 ) -> Run:
     """Train the same through the engine; return rank 0's run, with losses averaged over ranks.
 
@@ -245,16 +245,9 @@ def train_engine(
     """
 
     def body(comm: Comm) -> Run:
-        run = Run()
-        mine = copy.deepcopy(model)
-        engine, _, _, _ = wherry.initialize(
-            model=mine,
-            optimizer=optimizer(mine.parameters()) if optimizer is not None else None,
-            lr_scheduler=schedule,
-            mesh=place(comm),
-            config=settings(stage, accumulation, clip, config),
-        )
-        results = []
+        run, results = Run(), []
+        wanted = settings(stage, accumulation, clip, config)
+        engine = engine_of(copy.deepcopy(model), wanted, place(comm), optimizer, lr_scheduler=schedule)
         for step in range(steps):
             total = 0.0
             if before_step is not None:

@@ -8,12 +8,7 @@ import pytest
 from tests.covering import Case, name_of, pairs
 from tests.engine.harness import Run, assert_close, assert_equal, make_model, train_engine, train_plain
 
-STEPS = 6
-
-
-@functools.cache
-def oracle(ranks: int, accumulation: int, clip: float) -> Run:
-    return train_plain(make_model(), ranks=ranks, accumulation=accumulation, clip=clip, steps=STEPS)
+STEPS = 4
 
 
 @functools.cache
@@ -26,8 +21,10 @@ CASES = pairs(stage=(0, 1, 2, 3), ranks=(1, 2, 4), accumulation=(1, 3), clip=(0.
 
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_equals_plain_pytorch(case: Case) -> None:
-    stage, *others = case.values()
-    assert_close(ours(stage, *others), oracle(*others))
+    stage, ranks, accumulation, clip = case.values()
+    plain = train_plain(make_model(), ranks=ranks, accumulation=accumulation, clip=clip, steps=STEPS)
+    assert_close(ours(stage, ranks, accumulation, clip), plain)
+    assert min(plain.norms) > clip, "clipping clips"
 
 
 @pytest.mark.parametrize(("ranks", "accumulation", "clip"), [(1, 3, 0.0), (2, 3, 0.5), (4, 1, 0.0)])
@@ -40,12 +37,7 @@ def test_stages_have_the_same_bits(ranks: int, accumulation: int, clip: float) -
         assert_equal(runs[2], runs[0])
 
 
-def test_clipping_did_clip() -> None:
-    assert min(oracle(1, 1, 0.5).norms) > 0.5
-    assert ours(2, 1, 1, 0.5).losses != ours(2, 1, 1, 0.0).losses
-
-
 @pytest.mark.parametrize("stage", [0, 3])
 def test_a_plain_backward_is_the_same(stage: int) -> None:
-    how = {"stage": stage, "ranks": 2, "accumulation": 3, "clip": 0.5, "steps": STEPS}
-    assert_equal(train_engine(make_model(), plain_backward=True, **how), ours(stage, 2, 3, 0.5))  # type: ignore[arg-type]
+    run = train_engine(make_model(), stage=stage, ranks=2, accumulation=3, clip=0.5, steps=STEPS, plain_backward=True)
+    assert_equal(run, ours(stage, 2, 3, 0.5))

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from tests.engine.harness import (
-    assert_equal,
     assert_same,
     engine_of,
     make_model,
@@ -38,14 +37,6 @@ def test_bf16_equals_fp32_masters_in_plain_pytorch(stage: int, accumulate: str) 
     # The oracle rounds alike: nearly all working weights have the same bits.
     same = sum(int((ours.weights[n] == w).sum()) for n, w in oracle.weights.items())
     assert same > 0.98 * sum(w.numel() for w in oracle.weights.values())
-
-
-@pytest.mark.parametrize(("precision", "clip"), [("bf16", 0.5), ("fp16", 0.0)])
-def test_stages_agree_in_half_precision(precision: str, clip: float) -> None:
-    common: dict[str, Any] = {"ranks": 2, "steps": 4, "clip": clip, "config": {precision: {"enabled": True}}}
-    first, *others = (train_engine(make_model(), stage=stage, **common) for stage in range(4))
-    for run in others:
-        assert_equal(run, first)
 
 
 def test_fp16_equals_its_oracle_at_a_fixed_scale() -> None:
@@ -100,43 +91,26 @@ def test_scale_is_for_a_plain_backward() -> None:
         engine(*token_batch(0, 1, 0)).backward()
 
 
-def test_buffers_keep_their_dtype_unless_the_config_has_one() -> None:
-    class Rotary(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.register_buffer("frequencies", torch.arange(8, dtype=torch.float32) / 7)
-            self.linear = nn.Linear(8, 8)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.linear(x * self.frequencies.to(x.dtype)).sum()
-
-    for asked, dtype in ((None, torch.float32), ("fp16", torch.float16)):
-        model = Rotary()
-        model.register_buffer("count", torch.tensor(3))
-        config = {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": asked}}
-        engine, *_ = wherry.initialize(model=model, config=config)
+@pytest.mark.parametrize(("asked", "dtype"), [(None, torch.float32), ("fp16", torch.float16)])
+def test_buffers_keep_their_dtype_unless_the_config_has_one(asked: str | None, dtype: torch.dtype) -> None:
+    model: Any = nn.Linear(8, 8)
+    model.register_buffer("frequencies", torch.arange(8) / 7)
+    model.register_buffer("count", torch.tensor(3))
+    config = {"bf16": {"enabled": True}, "data_types": {"buffer_dtype": asked}}
+    with wherry.initialize(model=model, config=config)[0]:
         assert (model.frequencies.dtype, model.count.dtype) == (dtype, torch.int64)
-        assert model.linear.weight.dtype == torch.bfloat16
-        engine.close()
-
-
-class Pair(NamedTuple):
-    x: torch.Tensor
-    y: torch.Tensor
+        assert model.weight.dtype == torch.bfloat16
 
 
 def test_auto_cast_casts_the_inputs() -> None:
     model = nn.Linear(4, 4)
     engine, *_ = wherry.initialize(model=model, config={"fp16": {"enabled": True, "auto_cast": True}})
     assert engine(torch.ones(2, 4)).dtype == torch.float16
-    seen: list[Any] = []
-    model.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
-    model.forward = lambda pair: pair.x
-    engine(Pair(torch.ones(2), torch.arange(2)))
-    assert isinstance(seen[0], Pair) and (seen[0].x.dtype, seen[0].y.dtype) == (torch.float16, torch.int64)
+    model.forward = lambda given: (given["x"].dtype, given["n"][0].dtype)
+    assert engine({"x": torch.ones(2), "n": [torch.arange(2)]}) == (torch.float16, torch.int64)
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("stage", [0, 3])
 def test_ranks_round_initial_weights_alike(stage: int) -> None:
     """Start from weights in the middle of two bf16 values; at stage 3 some stay whole."""
     model = make_model()

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import copy
 import io
+import itertools
 import pickle
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +19,12 @@ from tests.engine.harness import (
     assert_same,
     engine_of,
     make_model,
+    masters_of,
     on_ranks,
     settings,
     token_batch,
     train,
+    weights_of,
 )
 from tests.models import D, Stack, sgd, vectors
 from torch import nn
@@ -27,8 +32,6 @@ from torch.nn import functional as F
 
 import wherry
 from wherry.errors import WherryError
-from wherry.parallel.comm import Comm
-from wherry.testing import run_ranks
 
 
 class Encoder(Stack):
@@ -49,89 +52,74 @@ class Encoder(Stack):
 
 @pytest.mark.parametrize("stage", [0, 3])
 def test_other_methods_through_the_engine(stage: int) -> None:
-    model: Any = make_model(Encoder)
-    plain = copy.deepcopy(model)
-    optimizer = sgd(plain.parameters())
-    expected = []
+    def loss_of(model: Any, step: int, rank: int) -> torch.Tensor:
+        x, y = vectors(step, 0, rank)
+        with torch.no_grad():
+            target = model.encode(y)
+        return F.mse_loss(model.encode(x, double=True), target)
+
+    def use(engine: Any) -> dict[str, torch.Tensor]:
+        for step in range(3):
+            engine.backward(loss_of(engine, step, engine.comm.rank))
+            engine.step()
+        assert engine.size() == sum(p.numel() for p in model.parameters())
+        assert engine.encode.__doc__ == "Encode x."
+        assert stage < 3 or engine.module.gain.isnan().all()
+        return weights_of(engine)
+
+    model = make_model(Encoder)
+    weights = on_ranks(use, stage=stage, model=model, optimizer=sgd)[0]
+    optimizer = sgd(model.parameters())
     for step in range(3):
         optimizer.zero_grad()
         for rank in range(2):
-            x, y = vectors(step, 0, rank)
-            loss = F.mse_loss(plain.encode(x, double=True), plain.encode(y).detach())
-            (loss / 2).backward()
-            if rank == 0:
-                expected.append(float(loss.detach()))
+            (loss_of(model, step, rank) / 2).backward()
         optimizer.step()
-
-    def use(engine: Any) -> list[float]:
-        losses = []
-        for step in range(3):
-            x, y = vectors(step, 0, engine.comm.rank)
-            with torch.no_grad():
-                target = engine.encode(y)
-            loss = F.mse_loss(engine.encode(x, double=True), target)
-            engine.backward(loss)
-            engine.step()
-            losses.append(float(loss.detach()))
-        assert engine.size() == model.size()
-        assert engine.encode.__doc__ == "Encode x."
-        assert stage < 3 or engine.module.gain.isnan().all()
-        return losses
-
-    assert on_ranks(use, stage=stage, model=model, optimizer=sgd)[0] == pytest.approx(expected, rel=1e-5)
+    assert_near(weights, dict(model.named_parameters()))
 
 
-@pytest.mark.parametrize(("stage", "precision"), [(0, "bf16"), (2, "fp32"), (3, "fp32"), (3, "bf16")])
-def test_state_dict_of_a_part(stage: int, precision: str) -> None:
-    model: Any = make_model()
-    other: Any = make_model(seed=9)
-    dtype = torch.float32 if precision == "fp32" else torch.bfloat16
-
-    def cast(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        return {name: value.to(dtype) for name, value in state.items()}
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_state_dict_of_a_part(stage: int) -> None:
+    model: Any = make_model().bfloat16()
+    other: Any = make_model(seed=9).bfloat16()
 
     def use(engine: Any) -> None:
-        assert_same(engine.module.blocks[1].state_dict(), cast(model.blocks[1].state_dict()))
-        assert torch.equal(engine.module.embed.state_dict(prefix="x.")["x.weight"], model.embed.weight.to(dtype))
-        engine.module.blocks[1].load_state_dict(other.blocks[1].state_dict())
-        engine.module.norm.load_state_dict(other.norm.state_dict())
+        mine = engine.module
+        assert_same(mine.blocks[1].state_dict(), model.blocks[1].state_dict())
+        assert torch.equal(mine.embed.state_dict(prefix="x.")["x.weight"], model.embed.weight)
+        mine.blocks[1].load_state_dict(other.blocks[1].state_dict())
+        mine.norm.load_state_dict(other.norm.state_dict())
         loaded = {n: value for n, value in other.state_dict().items() if n.startswith(("blocks.1.", "norm."))}
-        assert_same(engine.module.state_dict(), cast({**model.state_dict(), **loaded}))
-        # The fp32 masters have followed: an update by a zero gradient changes little.
-        engine.backward(0 * engine(*token_batch(0, 0, engine.comm.rank)))
-        engine.step()
-        after = engine.module.blocks[1].state_dict()
-        for name, value in other.blocks[1].state_dict().items():
-            torch.testing.assert_close(after[name].float(), value, rtol=0.05, atol=1e-3)
+        assert_same(mine.state_dict(), {**model.state_dict(), **loaded})
+        masters = masters_of(engine)
+        assert all(torch.equal(masters[name], value.float()) for name, value in loaded.items())
 
-    on_ranks(use, stage=stage, optimizer=sgd, config={} if precision == "fp32" else {"bf16": {"enabled": True}})
+    on_ranks(use, stage=stage, model=model.float(), config={"bf16": {"enabled": True}})
 
 
-@pytest.mark.parametrize(("how", "stage"), [("deepcopy", 3), ("pickle", 0), ("torch.save", 3)])
-def test_copies_and_pickles(how: str, stage: int) -> None:
-    def copied(module: nn.Module) -> nn.Module:
-        if how == "deepcopy":
-            return copy.deepcopy(module)
-        if how == "pickle":
-            return pickle.loads(pickle.dumps(module))
-        file = io.BytesIO()
-        torch.save(module, file)
-        file.seek(0)
-        return torch.load(file, weights_only=False)
+def through_torch(module: nn.Module) -> nn.Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
 
+
+COPIES: list[Callable[[Any], nn.Module]] = [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m)), through_torch]
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_copies_and_pickles(stage: int) -> None:
     def use(engine: Any) -> None:
-        if stage == 3:
+        for copied in COPIES if stage == 3 else ():
             with pytest.raises(WherryError, match=r"partitioned.*with wherry\.gathered"):
                 copied(engine.module)
         with wherry.gathered(engine.module):
-            other = copied(engine.module)
+            others = [copied(engine.module) for copied in COPIES]
         train(engine, 1)
-        ids = token_batch(0, 0, 0)
-        assert torch.equal(other(*ids), model(*ids))
-        other(*ids).backward()
-        other.load_state_dict(other.state_dict())
-        # It is an ordinary module: another engine may have it.
-        train(engine_of(other, settings(2), engine.comm), 1)
+        for other in others:
+            assert torch.equal(other(*token_batch(0, 0, 0)), model(*token_batch(0, 0, 0)))
+            # It is an ordinary module: another engine may have it.
+            train(engine_of(other, settings(2), engine.comm), 1)
 
     model = make_model()
     on_ranks(use, stage=stage, model=model)
@@ -152,119 +140,27 @@ def test_a_backward_after_the_update_is_refused(stage: int) -> None:
     on_ranks(use, stage=stage)
 
 
-@pytest.mark.parametrize(("stage", "resumed"), [(0, False), (3, False), (3, True)])
-def test_a_replaced_parameter_is_an_error(stage: int, resumed: bool, tmp_path: Path) -> None:
-    def use(engine: Any) -> None:
-        engine.backward(engine(*token_batch(0, 0, engine.comm.rank)))
-        if resumed:
-            engine.step()
-            engine.save_checkpoint(tmp_path)
-            comm = engine.comm
-            engine.close()
-            engine = engine_of(copy.deepcopy(model), settings(stage), comm)
-            engine.load_checkpoint(tmp_path)
-            engine.backward(engine(*token_batch(0, 0, comm.rank)))
-        engine.module.blocks[1].mix.weight = nn.Parameter(torch.zeros(16, 16))
-        with pytest.raises(WherryError, match=r"blocks\.1\.mix\.weight: this parameter has been replaced"):
-            engine.step()
-
-    model = make_model()
-    on_ranks(use, stage=stage, model=model)
-
-
 @pytest.mark.parametrize("stage", [0, 3])
-def test_an_unfrozen_parameter_is_an_error(stage: int, tmp_path: Path) -> None:
+def test_replaced_and_unfrozen_parameters_are_errors(stage: int, tmp_path: Path) -> None:
     def use(engine: Any) -> None:
-        layer = engine.module.blocks[0].up
-        layer.requires_grad_(True)
+        frozen, mix = engine.module.blocks[0].up, engine.module.blocks[1].mix
+        weight = mix.weight
         engine.backward(engine(*token_batch(0, 0, engine.comm.rank)))
-        with pytest.raises(WherryError, match=r"blocks\.0\.up\.weight: this parameter was frozen"):
+        for call in (engine.step, lambda: engine.save_checkpoint(tmp_path)):
+            frozen.requires_grad_(True)
+            with pytest.raises(WherryError, match=r"blocks\.0\.up\.weight: this parameter was frozen"):
+                call()
+            frozen.requires_grad_(False)
+            mix.weight = nn.Parameter(torch.zeros(16, 16))
+            with pytest.raises(WherryError, match=r"blocks\.1\.mix\.weight: this parameter has been replaced"):
+                call()
+            mix.weight = weight
             engine.step()
-        layer.requires_grad_(False)
-        engine.step()
-        layer.requires_grad_(True)
-        with pytest.raises(WherryError, match=r"blocks\.0\.up\.weight: this parameter was frozen"):
-            engine.save_checkpoint(tmp_path)
+        assert engine.global_steps == 1
 
     model: Any = make_model()
     model.blocks[0].requires_grad_(False)
     on_ranks(use, stage=stage, model=model)
-
-
-class Unused(Stack):
-    """Blocks that some steps use, that none does, and that one rank alone uses."""
-
-    step = 0
-    rank = 0
-
-    def __init__(self) -> None:
-        super().__init__(blocks=5)
-        self.gain = nn.Parameter(torch.ones(D))
-
-    def run(self, x: torch.Tensor) -> torch.Tensor:
-        x = self.blocks[0](x)
-        if self.step % 2:
-            x = self.blocks[1](x) * self.gain
-        if self.rank == 1:
-            x = self.blocks[3](x)
-        return self.out(self.blocks[4](x))
-
-
-MAKERS = {
-    "sgd": sgd,
-    "sgd, no momentum": lambda parameters: torch.optim.SGD(parameters, lr=0.1, weight_decay=0.3),
-    "rmsprop": lambda parameters: torch.optim.RMSprop(parameters, lr=1e-3, weight_decay=0.3),
-    "adagrad": lambda parameters: torch.optim.Adagrad(parameters, lr=1e-2, weight_decay=0.3),
-}
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "stage", "precision"),
-    [
-        ("sgd", 0, "fp32"),
-        ("sgd", 3, "bf16"),
-        ("sgd, no momentum", 1, "fp32"),
-        ("rmsprop", 2, "fp32"),
-        ("rmsprop", 3, "fp32"),
-        ("adagrad", 2, "bf16"),
-        ("adagrad", 3, "fp32"),
-    ],
-)
-def test_parameters_without_a_gradient_stay_unchanged(optimizer: str, stage: int, precision: str) -> None:
-    """Apply neither weight decay nor momentum, as plain PyTorch does with a gradient of None."""
-    model = make_model(Unused)
-    plain: Any = copy.deepcopy(model)
-    steps = MAKERS[optimizer](plain.parameters())
-    history = []
-    for step in range(4):
-        plain.step = step
-        steps.zero_grad()
-        for rank in range(2):
-            plain.rank = rank
-            (plain(*vectors(step, 0, rank)) / 2).backward()
-        steps.step()
-        history.append(copy.deepcopy(plain.state_dict()))
-
-    def use(engine: Any) -> None:
-        mine = engine.module
-        dtype = next(mine.parameters()).dtype
-        before = {name: value.clone() for name, value in mine.state_dict().items()}
-        for step in range(4):
-            mine.step, mine.rank = step, engine.comm.rank
-            x, y = vectors(step, 0, engine.comm.rank)
-            engine.backward(engine(x.to(dtype), y.to(dtype)))
-            engine.step()
-            after = {name: value.clone() for name, value in engine.module.state_dict().items()}
-            if precision == "fp32":
-                assert_near(after, history[step])
-            for name, value in after.items():
-                unused = name.startswith("blocks.2.") or (name.startswith(("blocks.1.", "gain")) and step % 2 == 0)
-                changed = not torch.equal(value, before[name])
-                assert not changed if unused else changed or precision == "bf16", (step, name)
-            before = after
-
-    config = {} if precision == "fp32" else {"bf16": {"enabled": True}}
-    on_ranks(use, stage=stage, model=model, optimizer=MAKERS[optimizer], config=config)
 
 
 def test_a_parameter_may_be_frozen_for_a_while() -> None:
@@ -284,34 +180,16 @@ def test_a_parameter_may_be_frozen_for_a_while() -> None:
 def test_batch_sizes_that_change_while_training(by_iterator: bool, tmp_path: Path) -> None:
     """Train windows of one micro-batch of 2, then three of 2, then three of 4."""
     phases = ((1, 2), (3, 2), (3, 4))
-    source = make_model()
-    plain = copy.deepcopy(source)
-    optimizer = adamw(plain.parameters())
-    for step, (micros, size) in enumerate(phases):
-        optimizer.zero_grad()
-        for rank in range(2):
-            for micro in range(micros):
-                (plain(*token_batch(step, micro, rank, size)) / (2 * micros)).backward()
-        optimizer.step()
 
-    def body(comm: Comm) -> dict[str, torch.Tensor]:
-        model = copy.deepcopy(source)
-        config = settings(2) | {"train_micro_batch_size_per_gpu": 2}
-        engine = engine_of(model, config, comm)
+    def use(engine: Any) -> dict[str, torch.Tensor]:
         for step, (micros, size) in enumerate(phases):
             engine.set_train_micro_batch_size(size)
             engine.set_train_batch_size(2 * micros * size)
             assert (engine.train_micro_batch_size_per_gpu(), engine.gradient_accumulation_steps()) == (size, micros)
-            batches = [token_batch(step, micro, comm.rank, size) for micro in range(micros)]
             if by_iterator:
-                engine.train_batch(iter(batches))
+                engine.train_batch(token_batch(step, micro, engine.comm.rank, size) for micro in range(micros))
             else:
-                for number, batch in enumerate(batches):
-                    engine.backward(engine(*batch))
-                    if number == 0 and micros > 1:
-                        with pytest.raises(WherryError, match="within an accumulation window, of which 1 of 3"):
-                            engine.set_train_batch_size(16)
-                    engine.step()
+                train(engine, step + 1, step, partial(token_batch, size=size))
         assert (engine.global_steps, engine.global_samples) == (3, 4 + 12 + 24)
         for wrong in (0, 7, -8):
             with pytest.raises(WherryError, match=r"a multiple of 8 \(micro-batch 4 x 2 ranks\), got"):
@@ -322,24 +200,14 @@ def test_batch_sizes_that_change_while_training(by_iterator: bool, tmp_path: Pat
         engine.global_samples = 0
         engine.load_checkpoint(tmp_path)
         assert engine.global_samples == 40
-        return engine.module.state_dict()
+        return weights_of(engine)
 
-    for weights in run_ranks(2, body):
-        assert_near(weights, plain.state_dict())
-
-
-def test_clipping_by_hand_names_the_key() -> None:
-    model = make_model()
-    engine = engine_of(model, settings(1, 1, 0.25))
-    with pytest.raises(WherryError, match=r'"gradient_clipping" of the config, which is 0\.25; set that to 1\.5 and'):
-        engine.clip_grad_norm_(1.5)
-    engine.close()
-
-
-def test_a_copy_or_pickle_of_an_engine_is_refused() -> None:
-    model = make_model()
-    engine = engine_of(model, settings(1))
-    for attempt in (copy.deepcopy, pickle.dumps, lambda engine: torch.save(engine, io.BytesIO())):
-        with pytest.raises(WherryError, match=r"Copy its model: with wherry.gathered\(engine.module\)"):
-            attempt(engine)
-    engine.close()
+    plain = make_model()
+    found = on_ranks(use, stage=2)[0]
+    optimizer = adamw(plain.parameters())
+    for step, (micros, size) in enumerate(phases):
+        optimizer.zero_grad()
+        for rank, micro in itertools.product(range(2), range(micros)):
+            (plain(*token_batch(step, micro, rank, size)) / (2 * micros)).backward()
+        optimizer.step()
+    assert_near(found, dict(plain.named_parameters()))

@@ -40,13 +40,8 @@ def options_of(
 ) -> Namespace:
     data = folder / ("pairs.jsonl" if method == "dpo" else "rows.jsonl")
     words = ["model", f"--data={data}", f"--steps={STEPS}", f"--stage={stage}", "--precision=fp32", "--seed=3"]
-    words += [
-        f"--batch-size={ROWS * int(together) // WORLD // int(window)}",
-        f"--context-parallel={together}",
-        f"--global-batch-size={ROWS}",
-        "--lr=0.01",
-        "--log-interval=1",
-    ]
+    words += [f"--batch-size={ROWS * int(together) // WORLD // int(window)}", f"--global-batch-size={ROWS}"]
+    words += [f"--context-parallel={together}", "--lr=0.01", "--log-interval=1"]
     words += ["--no-save", "--eval-interval=1000", "--lr-warmup-iters=0", "--clip-grad=0.5"]
     words += ["--lora=r=4"] if how != "full" else []
     words += ["--packing"] if method == "packed" else []
@@ -121,10 +116,8 @@ def plain(folder: Path, model: str, options: Namespace, method: str, parts: int)
 
 
 def quantisation(bits: int | None) -> Any:
-    if bits is None:
-        return None
-    if bits == 8:
-        return transformers.BitsAndBytesConfig(load_in_8bit=True)
+    if bits != 4:
+        return None if bits is None else transformers.BitsAndBytesConfig(load_in_8bit=True)
     return transformers.BitsAndBytesConfig(
         load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True,
         bnb_4bit_compute_dtype=torch.float32,

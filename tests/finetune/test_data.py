@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable
@@ -45,63 +46,55 @@ def refused(data: str, tokenizer: Any, method: str | None = None, **options: Any
 
 
 def trained(row: dict[str, Any], tokenizer: Any) -> list[str]:
-    """The texts that a row trains on, in order."""
-    found, last = [], False
-    for token, label in zip(row["input_ids"], row["labels"], strict=True):
-        assert label in (token, -100)
-        if label != -100:
-            if not last:
-                found.append([])
-            found[-1].append(token)
-        last = label != -100
-    return [tokenizer.decode(each) for each in found]
+    """Decode each run of tokens that a row trains on."""
+    assert all(label in (token, -100) for token, label in zip(row["input_ids"], row["labels"], strict=True))
+    runs = itertools.groupby(row["labels"], lambda label: label != -100)
+    return [tokenizer.decode(list(labels)) for learned, labels in runs if learned]
 
 
 # What a row may be.
 
 
 SHAREGPT = [{"from": "human", "value": "hi there"}, {"from": "gpt", "value": "hello"}]
+ALPACA = {"instruction": "Say hi", "input": "to Ann", "output": "hello"}
 IN_WORDS = "### Instruction:\nSay hi\n\n### Input:\nto Ann\n\n### Response:\n"
+PAIR = {"prompt": "hi, ", "chosen": "hello", "rejected": "go"}
+CHAT_PAIR = {"chosen": [USER, ASSISTANT], "rejected": [USER, {"role": "assistant", "content": "go"}]}
 
 
 @pytest.mark.parametrize(
-    ("row", "with_template", "method", "format", "whole"),
+    ("row", "with_template", "format", "whole"),
     [
-        ({"messages": [USER, ASSISTANT]}, True, "sft", "chat (messages)", "<|im_start|>user\nhi there"),
-        ({"conversations": SHAREGPT}, True, "sft", "chat (ShareGPT)", "<|im_start|>user\nhi there"),
-        ({"conversations": [USER, ASSISTANT]}, True, "sft", "chat (conversations)", "<|im_start|>user\nhi there"),
-        ({"instruction": "Say hi", "input": "to Ann", "output": "hello"}, True, "sft",
-         "instructions (Alpaca), as chats", "<|im_start|>user\nSay hi\n\nto Ann<|im_end|>"),
-        ({"instruction": "Say hi", "input": "to Ann", "output": "hello"}, False, "sft",
-         "instructions (Alpaca), in the words of Alpaca", IN_WORDS),
-        ({"question": "hi?", "answer": "hello"}, True, "sft",
+        ({"messages": [USER, ASSISTANT]}, True, "chat (messages)", "<|im_start|>user\nhi there"),
+        ({"conversations": SHAREGPT}, True, "chat (ShareGPT)", "<|im_start|>user\nhi there"),
+        (ALPACA, True, "instructions (Alpaca), as chats", "<|im_start|>user\nSay hi\n\nto Ann<|im_end|>"),
+        (ALPACA, False, "instructions (Alpaca), in the words of Alpaca", IN_WORDS),
+        ({"question": "hi?", "answer": "hello"}, True,
          "instructions (question, answer), as chats", "<|im_start|>user\nhi?<|im_end|>"),
-        ({"prompt": "hi, ", "completion": "hello"}, True, "sft", "prompt and completion, as they stand", "hi, hello"),
-        ({"prompt": [USER], "completion": [ASSISTANT]}, True, "sft",
+        ({"prompt": "hi, ", "completion": "hello"}, True, "prompt and completion, as they stand", "hi, hello"),
+        ({"prompt": [USER], "completion": [ASSISTANT]}, True,
          "prompt and completion (messages)", "<|im_start|>user\nhi there"),
-        ({"text": "hello"}, False, "pretrain", "text", "hello"),
-        ({"prompt": "hi, ", "chosen": "hello", "rejected": "go"}, False, "dpo",
-         "preference pairs, as they stand", None),
-        ({"chosen": [USER, ASSISTANT], "rejected": [USER, {"role": "assistant", "content": "go"}]}, True, "dpo",
-         "preference pairs (messages)", None),
-        ({"question": "hi there", "chosen": "hello", "rejected": "go"}, True, "dpo",
-         "preference pairs, as chats", None),
+        ({"text": "hello"}, False, "text", "hello"),
+        (PAIR, False, "preference pairs, as they stand", None),
+        (CHAT_PAIR, True, "preference pairs (messages)", None),
+        ({"question": "hi there", "chosen": "hello", "rejected": "go"}, True, "preference pairs, as chats", None),
     ],
 )  # fmt: skip
 def test_formats_are_known_by_their_columns(
-    row: dict, with_template: bool, method: str, format: str, whole: str | None, write: Any, plain: Any, chat: Any
+    row: dict, with_template: bool, format: str, whole: str | None, write: Any, plain: Any, chat: Any
 ) -> None:
     tokenizer = chat if with_template else plain
     found = load(write("rows.jsonl", [row] * 2), tokenizer)
+    method = "dpo" if whole is None else "pretrain" if format == "text" else "sft"
     assert (found.method, found.format) == (method, format)
     assert found.source == "rows.jsonl: 2 rows, 2 to train on"
     assert found.notes == ["with fewer than 20 rows none is kept apart to evaluate on"]
     if whole is None:
         assert found.train.column_names == ["prompt", "chosen", "rejected"]
         answers = [tokenizer.decode([token for token in labels if token != -100]) for _, _, labels in found.shown]
-        assert [answer.removesuffix("\n") for answer in answers] == [
-            f"hello{tokenizer.eos_token}", f"go{tokenizer.eos_token}"
-        ]  # fmt: skip
+        assert [answer.rstrip("\n") for answer in answers] == [
+            f"{word}{tokenizer.eos_token}" for word in ("hello", "go")
+        ]
         return
     assert whole in tokenizer.decode(found.train[0]["input_ids"])
     (answer,) = trained(found.train[0], tokenizer)
@@ -119,79 +112,67 @@ def test_every_answer_of_a_chat_is_trained_on_with_the_token_that_ends_it(
     assert whole["labels"] == whole["input_ids"] == load(path, chat).train[0]["input_ids"]
 
 
-def test_columns_can_be_named(write: Any, plain: Any) -> None:
+def test_columns_can_be_named_and_the_method_decides_between_formats(write: Any, plain: Any, chat: Any) -> None:
     path = write("rows.jsonl", [{"q": "hi, ", "prompt": "unused", "a": "hello", "id": 7}])
     found = load(path, plain, columns={"prompt": "q", "completion": "a"})
     assert plain.decode(found.train[0]["input_ids"]) == "hi, hello<|endoftext|>"
     assert "columns that are not used: id" in found.notes
-    told = refused(path, plain, columns={"prompt": "q", "complation": "a"})
-    assert 'no format has complation, did you mean "completion"?' in told
-    told = refused(path, plain, columns={"prompt": "question"})
-    assert "rows.jsonl has no column question" in told and "it has q, prompt, a, id" in told
-
-
-def test_columns_that_fit_nothing_are_told(write: Any, plain: Any) -> None:
-    told = refused(write("rows.jsonl", [{"promt": "hi", "completion": "hello"}]), plain)
-    assert "its columns (promt, completion) fit no format" in told
-    assert 'promt, did you mean "prompt"?' in told and "--columns prompt=promt" in told
-    assert "messages/conversations" in told and "chosen, rejected; may have prompt" in told
-
-
-def test_a_method_that_does_not_go_with_the_data_is_told(write: Any, chat: Any) -> None:
-    told = refused(write("rows.jsonl", [{"messages": TWO_TURNS}]), chat, "dpo")
-    assert "--method dpo: rows.jsonl has chat (messages), which goes with sft or pretrain" in told
-    assert "preference pairs (chosen, rejected" in told
-    # Where several formats fit, the one is meant that the method takes.
     both = {"messages": TWO_TURNS, "chosen": TWO_TURNS, "rejected": TWO_TURNS[:2]}
     assert load(write("both.jsonl", [both]), chat, "sft").format == "chat (messages)"
 
 
-def test_messages_need_a_template(write: Any, plain: Any) -> None:
-    told = refused(write("rows.jsonl", [{"messages": TWO_TURNS}]), plain)
-    assert "the tokenizer has no chat template" in told and "--set sft.chat_template_path=FILE.jinja" in told
+@pytest.mark.parametrize(
+    ("row", "with_template", "options", "expected"),
+    [
+        ({"a": "b"}, False, {"columns": {"complation": "a"}}, ['no format has complation, did you mean "completion"?']),
+        ({"q": "hi", "a": "b"}, False, {"columns": {"prompt": "x"}}, ["rows.jsonl has no column x", "it has q, a"]),
+        ({"promt": "hi", "completion": "hello"}, False, {},
+         ["(promt, completion) fit no format", 'promt, did you mean "prompt"?', "--columns prompt=promt",
+          "chosen, rejected; may have prompt"]),
+        ({"messages": TWO_TURNS}, True, {"method": "dpo"},
+         ["--method dpo: rows.jsonl has chat (messages), which goes with sft or pretrain", "preference pairs (chosen"]),
+        ({"messages": TWO_TURNS}, False, {},
+         ["the tokenizer has no chat template", "--set sft.chat_template_path=FILE.jinja"]),
+    ],
+)  # fmt: skip
+def test_rows_of_no_format_are_refused(
+    row: dict, with_template: bool, options: dict, expected: list[str], write: Any, plain: Any, chat: Any
+) -> None:
+    told = refused(write("rows.jsonl", [row]), chat if with_template else plain, **options)
+    assert all(part in told for part in expected), told
 
 
 # As TRL has it.
 
 
-@pytest.mark.parametrize("template", ["qwen3", "llama3", "gemma"])
-def test_equal_to_trl_where_it_knows_the_template(template: str, write: Any, tokenizer_of: Any) -> None:
-    import trl
-
-    tokenizer = tokenizer_of((Path(trl.__file__).parent / "chat_templates" / f"{template}.jinja").read_text())
-    _same_as_trl(write("rows.jsonl", [{"messages": TWO_TURNS}, {"messages": TWO_TURNS[:2]}]), tokenizer)
-    _same_as_trl(write("parted.jsonl", [{"prompt": TWO_TURNS[:3], "completion": TWO_TURNS[3:]}] * 2), tokenizer)
-
-
 @pytest.mark.parametrize(
-    "row",
+    ("template", "row"),
     [
-        {"prompt": "hi, the", "completion": "re"},  # merges may go across the border
-        {"prompt": "hi, ", "completion": "hello<|im_end|>"},
-        {"prompt": TWO_TURNS[:3], "completion": TWO_TURNS[3:]},
-        {"text": "hello, hello"},
+        *((template, {"messages": TWO_TURNS}) for template in ("qwen3", "llama3", "gemma")),
+        ("qwen3", {"prompt": TWO_TURNS[:3], "completion": TWO_TURNS[3:]}),
+        (None, {"prompt": "hi, the", "completion": "re"}),  # merges may go across the border
+        (None, {"prompt": "hi, ", "completion": "hello<|im_end|>"}),
+        (None, {"text": "hello, hello"}),
     ],
 )
-def test_equal_to_trl_without_turns(row: dict, write: Any, chat: Any) -> None:
-    _same_as_trl(write("rows.jsonl", [row, row]), chat, method="sft")
-
-
-def _same_as_trl(path: str, tokenizer: Any, **options: Any) -> None:
+def test_tokens_and_labels_are_those_of_trl(
+    template: str | None, row: dict, write: Any, chat: Any, tokenizer_of: Any
+) -> None:
     import datasets
-    from trl import SFTConfig, SFTTrainer
+    import trl
+    from trl.chat_template_utils import get_training_chat_template
 
-    rows = datasets.Dataset.from_list([json.loads(line) for line in Path(path).read_text().splitlines()])
-    trainer = SFTTrainer.__new__(SFTTrainer)
-    trainer._tokenizer = tokenizer
-    chats, trainer.chat_template = "messages" in rows.column_names, None
-    if chats:
-        from trl.chat_template_utils import get_training_chat_template
-
-        trainer.chat_template = get_training_chat_template(tokenizer)
-    trainer.completion_only_loss = "completion" in rows.column_names
-    arguments = SFTConfig(assistant_only_loss=chats, max_length=None, use_cpu=True, report_to=[], bf16=False)
+    tokenizer = chat
+    if template is not None:
+        tokenizer = tokenizer_of((Path(trl.__file__).parent / "chat_templates" / f"{template}.jinja").read_text())
+    chats = "messages" in row
+    trainer = trl.SFTTrainer.__new__(trl.SFTTrainer)
+    trainer._tokenizer, trainer.completion_only_loss = tokenizer, "completion" in row
+    trainer.chat_template = get_training_chat_template(tokenizer) if chats else None
+    arguments = trl.SFTConfig(assistant_only_loss=chats, max_length=None, use_cpu=True, report_to=[], bf16=False)
+    rows = datasets.Dataset.from_list([row, row])
     theirs = trainer._prepare_dataset(rows, tokenizer, arguments, False, None, "train")
-    ours = load(path, tokenizer, **options).train
+    ours = load(write("rows.jsonl", [row, row]), tokenizer, "sft").train
     assert ours["input_ids"][:] == theirs["input_ids"][:]
     assert ours["labels"][:] == theirs["labels"][:]
 
@@ -209,46 +190,33 @@ def test_pairs_are_what_trl_makes_of_them(write: Any, chat: Any) -> None:
         assert labels == [-100] * len(theirs["prompt_ids"]) + theirs[f"{name}_ids"]
 
 
-def test_packing_is_trls(write: Any, chat: Any) -> None:
-    from trl import pack_dataset
-
-    rows = load(write("rows.jsonl", [{"messages": TWO_TURNS}] * 3), chat, sequence=200).train
-    packed = pack_dataset(rows, 200, "bfd")
-    size = len(rows[0]["input_ids"])
-    assert packed["seq_lengths"][0] == [size] * (200 // size)
-    assert packed["labels"][0][:size] == rows[0]["labels"] and packed["input_ids"][0][:size] == rows[0]["input_ids"]
-
-
 # What is wrong with rows.
 
 
 def _turns(*contents: Any) -> dict[str, Any]:
-    roles = ["user", "assistant"] * len(contents)
+    roles = itertools.cycle(["user", "assistant"])
     return {"messages": [{"role": role, "content": each} for role, each in zip(roles, contents, strict=False)]}
+
+
+ANSWERED, COMPLETED = _turns("a", "b"), {"prompt": "a", "completion": "b"}
 
 
 @pytest.mark.parametrize(
     ("good", "bad", "expected"),
     [
-        (_turns("a", "b"), {"messages": [{"role": "narrator", "content": "x"}]}, "message 1 has the role 'narrator'"),
-        (_turns("a", "b"), {"messages": [{"content": "x"}]}, "message 1 has no role"),
-        (_turns("a", "b"), _turns(None, "b"), "message 1 (user) has no content"),
-        (_turns("a", "b"), _turns("a", " "), "message 2 is an empty answer"),
-        (_turns("a", "b"), _turns("a", "b", "c"), "it ends with a message of the user"),
-        (_turns("a", "b"), {"messages": []}, "messages is an empty list"),
-        (_turns("a", "b"), {"messages": "hi"}, "messages is text, expected a list of messages"),
-        (_turns("a", "b"), _turns([{"type": "image", "url": "x"}], "b"), "message 1 has a part that is image"),
-        ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": ""}, "the answer (completion) is empty"),
-        ({"prompt": "a", "completion": "b"}, {"prompt": "a"}, "the answer (completion) is missing"),
-        ({"prompt": "a", "completion": "b"}, {"prompt": "a", "completion": 5}, "is a number (5), expected text"),
-        ({"question": "a", "answer": "b"}, {"question": "", "answer": "b"}, "the instruction is empty"),
+        (ANSWERED, {"messages": [{"role": "narrator", "content": "x"}]}, "message 1 has the role 'narrator'"),
+        (ANSWERED, _turns(None, "b"), "message 1 (user) has no content"),
+        (ANSWERED, _turns("a", " "), "message 2 is an empty answer"),
+        (ANSWERED, _turns("a", "b", "c"), "it ends with a message of the user"),
+        (ANSWERED, {"messages": []}, "messages is an empty list"),
+        (ANSWERED, _turns([{"type": "image", "url": "x"}], "b"), "message 1 has a part that is image"),
+        (COMPLETED, {"prompt": "a", "completion": ""}, "the answer (completion) is empty"),
+        (COMPLETED, {"prompt": "a", "completion": 5}, "is a number (5), expected text"),
         ({"text": "a"}, {"text": "\n"}, "the text is empty"),
-        ({"prompt": "p", "chosen": "a", "rejected": "b"}, {"prompt": "p", "chosen": "a", "rejected": "a"},
-         "chosen and rejected are the same"),
-        ({"prompt": "p", "chosen": "a", "rejected": "b"}, {"prompt": "p", "chosen": "a", "rejected": None},
-         "the rejected answer is missing"),
+        (PAIR, PAIR | {"rejected": "hello"}, "chosen and rejected are the same"),
+        (PAIR, PAIR | {"rejected": None}, "the rejected answer is missing"),
     ],
-)  # fmt: skip
+)
 def test_a_bad_row_is_told_with_its_number(good: dict, bad: dict, expected: str, write: Any, chat: Any) -> None:
     path = write("rows.jsonl", [good, good, bad, good])
     told = refused(path, chat)
@@ -259,48 +227,35 @@ def test_a_bad_row_is_told_with_its_number(good: dict, bad: dict, expected: str,
     assert any("left out of rows.jsonl: 1 row that cannot be trained on (row 3: " in note for note in found.notes)
 
 
-def test_of_many_bad_rows_the_first_are_told(write: Any, plain: Any) -> None:
+def test_of_many_bad_rows_the_first_are_told_with_their_file(write: Any, plain: Any) -> None:
     rows = [{"text": ""} if number % 2 else {"text": "a"} for number in range(40)]
-    told = refused(write("rows.jsonl", rows), plain)
-    assert "20 of 40 rows" in told and re.findall(r"row (\d+):", told) == ["2", "4", "6", "8", "10"]
-    assert "and 15 more" in told
+    write("data/a.jsonl", [{"text": "a"}] * 3)
+    told = refused(str(Path(write("data/b.jsonl", rows)).parent), plain)
+    assert "data: 20 of 43 rows cannot be trained on\n  b.jsonl, row 2: the text is empty" in told
+    assert re.findall(r"row (\d+):", told) == ["2", "4", "6", "8", "10"] and "and 15 more" in told
     assert "--skip-bad-rows" not in refused(write("all.jsonl", rows[1::2]), plain, skip_bad=True)
 
 
-def test_of_several_files_the_one_with_the_bad_row_is_told(write: Any, plain: Any) -> None:
-    write("data/a.jsonl", [{"text": "a"}] * 3)
-    folder = str(Path(write("data/b.jsonl", '{"text": "b"}\n\n{"text": ""}\n')).parent)
-    assert "data: 1 of 5 rows cannot be trained on\n  b.jsonl, row 2: the text is empty" in refused(folder, plain)
-
-
-def test_what_a_template_refuses_is_told_with_the_row(write: Any, tokenizer_of: Any) -> None:
+def test_templates_that_refuse_a_row_or_write_its_turns_otherwise_later(write: Any, tokenizer_of: Any) -> None:
     strict = (
         "{% for m in messages %}{% if (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
         "{{ raise_exception('roles must alternate') }}{% endif %}{{ m['role'] + m['content'] }}{% endfor %}"
     )
-    path = write("rows.jsonl", [_turns("a", "b"), {"messages": [USER, USER, ASSISTANT]}])
+    path = write("rows.jsonl", [ANSWERED, {"messages": [USER, USER, ASSISTANT]}])
     told = refused(path, tokenizer_of(strict))
     assert "row 2: the chat template refuses it: roles must alternate" in told
-
-
-def test_a_template_that_writes_turns_otherwise_later_is_told(write: Any, tokenizer_of: Any) -> None:
     forgets = (
         "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\\n' }}{% if m['role'] == 'user' or loop.last %}"
         "{{ m['content'] }}{% endif %}{{ '<|im_end|>\\n' }}{% endfor %}"
         "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n<think>' }}{% endif %}"
     )
-    told = refused(write("rows.jsonl", [_turns("a", "b"), {"messages": TWO_TURNS}]), tokenizer_of(forgets))
-    assert "1 of 2 rows" in told
+    told = refused(write("turns.jsonl", [ANSWERED, {"messages": TWO_TURNS}]), tokenizer_of(forgets))
     assert "row 2: the chat template writes the first 2 messages otherwise when more come after them" in told
-    assert "<|im_end|>" in told and "hello" in told
 
 
 def test_rows_longer_than_the_sequence_are_cut_and_told(write: Any, plain: Any) -> None:
-    rows = [
-        {"prompt": "a" * 40, "completion": "b"},
-        {"prompt": "a", "completion": "b"},
-        {"prompt": "a", "completion": "b" * 40},
-    ]
+    texts = (("a" * 40, "b"), ("a", "b"), ("a", "b" * 40))
+    rows = [{"prompt": prompt, "completion": completion} for prompt, completion in texts]
     path = write("rows.jsonl", rows)
     found = load(path, plain, sequence=20)
     assert len(found.train) == 2 and len(found.train[1]["input_ids"]) == 20
@@ -312,9 +267,8 @@ def test_rows_longer_than_the_sequence_are_cut_and_told(write: Any, plain: Any) 
     ) in found.notes
     kept = load(path, plain, sequence=20, keep_end=True).train
     assert kept[0]["input_ids"] == whole[0]["input_ids"][-20:]
-    assert "no row of one.jsonl has anything of its answer within 20 tokens" in refused(
-        write("one.jsonl", rows[:1]), plain, sequence=20
-    )
+    told = refused(write("one.jsonl", rows[:1]), plain, sequence=20)
+    assert "no row of one.jsonl has anything of its answer within 20 tokens" in told
 
 
 def test_long_text_becomes_pieces_of_which_nothing_is_lost(write: Any, plain: Any) -> None:
@@ -323,10 +277,7 @@ def test_long_text_becomes_pieces_of_which_nothing_is_lost(write: Any, plain: An
     rows = [*found.train, *found.evaluation]
     total = sum(len(row["input_ids"]) for row in rows)
     assert total == len(plain(text)["input_ids"]) + 1 and all(row["labels"] == row["input_ids"] for row in rows)
-    assert found.source == (
-        f"notes.txt: 1 row, {len(rows)} pieces of up to 64 tokens, {len(found.train)} to train on, "
-        f"{len(found.evaluation)} to evaluate on"
-    )
+    assert found.source.startswith(f"notes.txt: 1 row, {len(rows)} pieces of up to 64 tokens, {len(found.train)} to t")
 
 
 # Files.
@@ -336,10 +287,9 @@ def test_kinds_of_files(write: Any, plain: Any, tmp_path: Path) -> None:
     import datasets
 
     rows = [{"prompt": "1+1?", "completion": "2"}, {"prompt": "NA?", "completion": "NA"}]
-    path = tmp_path / "rows.jsonl.gz"
-    path.write_bytes(gzip.compress("".join(json.dumps(row) + "\n" for row in rows).encode()))
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
     paths = [
-        str(path),
+        write("rows.jsonl.gz", gzip.compress(lines.encode())),
         write("list.json", json.dumps(rows)),
         write("object.json", json.dumps({"version": 1, "data": rows}, indent=1)),
         write("one.json", json.dumps({"data": rows})),
@@ -348,11 +298,11 @@ def test_kinds_of_files(write: Any, plain: Any, tmp_path: Path) -> None:
         write("semicolons.csv", "prompt;completion\n1+1?;2\nNA?;NA\n"),
         write("a [1].jsonl", rows),
     ]
-    made = datasets.Dataset.from_list(rows)
-    made.to_parquet(str(tmp_path / "rows.parquet"))
-    made.save_to_disk(str(tmp_path / "saved"))
+    made, parquet, saved = datasets.Dataset.from_list(rows), str(tmp_path / "rows.parquet"), str(tmp_path / "saved")
+    made.to_parquet(parquet)
+    made.save_to_disk(saved)
     expected = load(write("rows.jsonl", rows), plain).train[:]
-    for each in [*paths, str(tmp_path / "rows.parquet"), str(tmp_path / "saved")]:
+    for each in [*paths, parquet, saved]:
         assert load(each, plain).train[:] == expected, each
 
 
@@ -363,21 +313,16 @@ def test_kinds_of_files(write: Any, plain: Any, tmp_path: Path) -> None:
         ("cut.json", '[{"text": "a"},\n{"text": "b"', "cut.json: line 2 is not JSON"),
         ("number.jsonl", '{"text": "a"}\n5\n', "line 2 is a number (5), expected an object"),
         ("latin.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "line 2 is not UTF-8 (byte 0xe9 at 14)"),
-        ("latin.txt", b"caf\xe9\n", "line 1 is not UTF-8"),
         ("latin.csv", b"text\na\ncaf\xe9\n", "line 3 is not UTF-8"),
         ("wide.csv", "prompt,completion\na,b\nc,d,e\n", "Expected 2 fields in line 3, saw 3"),
-        (
-            "late.jsonl",
-            '{"text": "%s"}\n' % ("a" * 11_000_000) + '{"text": "a", "more": 1}\n',
-            'the column "more" is not there before line 2; give all rows the same',
-        ),
+        ("late.jsonl", '{"text": "%s"}\n' % ("a" * 11_000_000) + '{"text": "a", "more": 1}\n',
+         'the column "more" is not there before line 2; give all rows the same'),
         ("empty.jsonl", "", "empty.jsonl: the file is empty"),
         ("none.json", "[]", "none.json: the file has no rows"),
-        ("header.csv", "text\n", "header.csv: the file has no rows"),
         ("bad.parquet", "hello", "bad.parquet: it is no Parquet file"),
         ("bad.jsonl.gz", b"hello", "bad.jsonl.gz"),
     ],
-)
+)  # fmt: skip
 def test_a_file_that_cannot_be_read_says_where(name: str, content: Any, expected: str, write: Any, plain: Any) -> None:
     assert expected in refused(write(name, content), plain)
 
@@ -397,11 +342,6 @@ def test_folders(write: Any, plain: Any, tmp_path: Path) -> None:
     write("other/b.jsonl", [{"text": "a", "more": 1}])
     told = refused(str(tmp_path / "other"), plain)
     assert "b.jsonl: its columns are more, text; those of a.jsonl are text" in told
-    (tmp_path / "nothing").mkdir()
-    assert "the folder has no files to read" in refused(str(tmp_path / "nothing"), plain)
-    write("code/a.py", "x = 1\n")
-    write("code/b.py", "y = 1\n")
-    assert load(str(tmp_path / "code"), plain).source == "code: 2 rows, 2 to train on"
 
 
 def test_names_on_the_hub(write: Any, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -417,8 +357,6 @@ def test_names_on_the_hub(write: Any, plain: Any, monkeypatch: pytest.MonkeyPatc
         asked.append((name, config, split))
         if name == "none/there":
             raise ConnectionError("unreachable")
-        if name == "several/there":
-            raise ValueError("Config name is missing.\nPlease pick one among the available configs: ['main']")
         splits = datasets.DatasetDict(train=made, validation=held_out, extra=made)
         return splits[split] if split is not None else splits
 
@@ -427,7 +365,6 @@ def test_names_on_the_hub(write: Any, plain: Any, monkeypatch: pytest.MonkeyPatc
     assert load("owner/name/main:extra", plain).source == "owner/name:extra: 3 rows, 3 to train on"
     assert asked == [("owner/name", None, None), ("owner/name", "main", None), ("owner/name", "main", "extra")]
     assert "the hub cannot be reached to look for a data set of that name" in refused("none/there", plain)
-    assert "configs: ['main']; name one as in --data several/there/CONFIG" in refused("several/there", plain)
 
 
 # What is kept apart.
@@ -459,9 +396,6 @@ def test_prompts_end_where_the_last_answer_begins(write: Any, chat: Any) -> None
     (prompt, _) = load(path, chat, eval_data=path).prompts
     assert prompt.text.endswith("and bye?<|im_end|>\n<|im_start|>assistant\n") and prompt.answer == "see you"
     assert chat.decode(prompt.ids) == prompt.text
-    pairs = write("pairs.jsonl", [{"prompt": [USER], "chosen": [ASSISTANT], "rejected": TWO_TURNS[3:]}])
-    (prompt,) = load(pairs, chat, eval_data=pairs).prompts
-    assert prompt.text.endswith("hi there<|im_end|>\n<|im_start|>assistant\n") and prompt.answer == "hello"
 
 
 def test_what_was_made_is_found_again(
@@ -483,9 +417,8 @@ def test_what_was_made_is_found_again(
 # What is told of an example.
 
 
-def test_an_example_shows_what_is_masked(write: Any, chat: Any) -> None:
-    found = load(write("rows.jsonl", [{"messages": TWO_TURNS}]), chat)
-    ((_, ids, labels),) = found.shown
+def test_an_example_shows_what_is_masked_and_a_long_one_in_part(write: Any, chat: Any, plain: Any) -> None:
+    ((_, ids, labels),) = load(write("rows.jsonl", [{"messages": TWO_TURNS}]), chat).shown
     count = int((np.array(labels) != -100).sum())
     assert str(show_example(ids, labels, chat)) == (
         f"{len(ids)} tokens, {count} of them trained on\n"
@@ -498,13 +431,9 @@ def test_an_example_shows_what_is_masked(write: Any, chat: Any) -> None:
         "         <|im_start|>assistant\n"
         "trained  see you<|im_end|>"
     )
-
-
-def test_a_long_example_is_shown_in_part(plain: Any) -> None:
     ids = plain("word \x1b[2J" * 400)["input_ids"]
     shown = str(show_example(ids, [-100] * 5 + ids[5:], plain))
-    assert max(map(len, shown.split("\n"))) <= 80 and len(shown) < 3000 and "\x1b" not in shown
-    hidden = int(re.search(r"\.\.\. ([\d,]+) tokens not shown", shown)[1].replace(",", ""))
-    assert hidden == len(ids) - 5 - 240
+    assert max(map(len, shown.split("\n"))) <= 80 and "\x1b" not in shown
+    assert f"... {len(ids) - 5 - 240:,} tokens not shown ..." in shown
     many = str(show_example(ids, [token if at % 2 else -100 for at, token in enumerate(ids)], plain))
     assert f"... {len(ids) - 8:,} tokens not shown ..." in many

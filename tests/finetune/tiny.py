@@ -44,17 +44,16 @@ def make_folder(folder: Path, kind: str, tokenizer: Any, dtype: torch.dtype = to
     return folder
 
 
-def write_rows(folder: Path, count: int = 48) -> tuple[Path, Path]:
-    """Prompts with completions, and preference pairs."""
+def write_rows(folder: Path, count: int = 48) -> None:
+    """Write prompts with completions, the same as chats, and preference pairs."""
     words = ["ab", "cd", "ef", "gh", "ij", "kl", "mn", "op"]
-    rows = []
+    rows, chats, pairs = [], [], []
     for number in range(count):
-        asked, told = words[number % 8], words[(3 * number + 1) % 8]
-        rows.append({"prompt": f"{asked} {number % 5} is", "completion": f" {told} {told}" + " and" * (number % 3)})
-    pairs = [
-        {"prompt": row["prompt"], "chosen": row["completion"], "rejected": " not " + row["completion"]} for row in rows
-    ]
-    files = folder / "rows.jsonl", folder / "pairs.jsonl"
-    for file, lines in zip(files, (rows, pairs), strict=True):
-        file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return files
+        word, other = words[number % 8], words[(3 * number + 1) % 8]
+        prompt, completion = f"{word} {number % 5} is", f" {other} {other}" + " and" * (number % 3)
+        rows.append({"prompt": prompt, "completion": completion})
+        turns = (("user", prompt), ("assistant", completion))
+        chats.append({"messages": [{"role": role, "content": content} for role, content in turns]})
+        pairs.append({"prompt": prompt, "chosen": completion, "rejected": " not " + completion})
+    for name, lines in {"rows": rows, "chats": chats, "pairs": pairs}.items():
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))

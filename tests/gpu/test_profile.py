@@ -5,15 +5,12 @@ from __future__ import annotations
 import gzip
 import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import adamw, make_model, settings, token_batch
+from tests.engine.harness import engine_of, make_model, settings, token_batch
 from tests.gpu.warm import DEVICE
 from tests.tiers.rows import offload
-
-import wherry
 
 pytestmark = [
     pytest.mark.gpu,
@@ -24,9 +21,7 @@ pytestmark = [
 def test_memory_of_a_step_and_the_trace_of_another(tmp_path: Path) -> None:
     config = offload("offload-3-parameters", tmp_path / "disk", "at_step")
     config["wherry"] |= {"profile": {"steps": 3, "folder": str(tmp_path)}}
-    model = make_model()
-    engine: Any
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(3, more=config))
+    engine = engine_of(make_model(), settings(3, more=config))
     for step in range(5):
         loss = engine(*(tensor.to(engine.device) for tensor in token_batch(step, 0, 0)))
         if step == 3:
@@ -39,6 +34,11 @@ def test_memory_of_a_step_and_the_trace_of_another(tmp_path: Path) -> None:
     forward = [sizes for _, phase, _, sizes in told["samples"] if phase == "forward"][-1]
     assert told["step"] == 4 and abs(sum(forward[i] for i in device) - after_forward) <= 1024
     assert ["optimizer", "host"] in told["series"]
+    # Backward runs in a thread of autograd's, and makes tensors that nobody else has named.
+    activations = told["series"].index(["activations", "device"])
+    backward = [(unit, sizes[activations]) for _, phase, unit, sizes in told["samples"] if phase == "backward"]
+    assert max(nbytes for _, nbytes in backward) > forward[activations] > 0
+    assert {"blocks.0", "blocks.1", "blocks.2"} <= {unit for unit, _ in backward}
     with gzip.open(tmp_path / "trace-rank0.json.gz") as file:
         events = json.load(file)["traceEvents"]
     assert any(event.get("name") == "wherry::backward" for event in events)

@@ -1,4 +1,4 @@
-"""The device under test, and what torch's libraries keep from their first use of it on."""
+"""The device under test, and the memory that torch's libraries keep from their first use of it on."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DEVICE = accelerator()
 
 
 def warm_up() -> None:
-    """Both threads that multiply, this one and autograd's, have workspaces for their products: tens of MB for each."""
+    """Make the workspaces for products of this thread and of autograd's: tens of MB for each."""
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         x = torch.ones(128, 128, device=DEVICE, dtype=dtype, requires_grad=True)
         F.linear(x, x, x[0]).sum().backward()

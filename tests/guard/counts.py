@@ -1,15 +1,13 @@
-"""What is counted, not timed: collectives, bytes, allocations, calls of Python, instructions of the native kernels.
+"""Count allocations and calls of Python in a step, and instructions of the native kernels; no times.
 
     python -m tests.guard.counts --update
 
-writes what this tree does to expected.json, which the tests compare with. Do it when a change of a count is meant, and
-say in the commit why.
+writes the counts of this tree to expected.json, with which the tests compare.
 """
 
 from __future__ import annotations
 
 import argparse
-import copy
 import gc
 import json
 import platform
@@ -23,19 +21,22 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.engine.harness import adamw, make_model, settings, token_batch
+from tests.engine.harness import engine_of, make_model, settings, token_batch, train
 
 import wherry
 from wherry.native import loading
 from wherry.parallel.comm import Comm
-from wherry.testing import run_ranks
 from wherry.tickets import DONE, Ticket
 
 FOLDER = Path(__file__).parent
 EXPECTED = FOLDER / "expected.json"
-STAGES = (0, 1, 2, 3)
-OFFLOADED_STAGES = (2, 3)
-RANKS = 2
+# Stage, number of ranks, and whether states are on the host.
+STEPS = {
+    **{f"stage {stage}": (stage, 2, False) for stage in range(4)},
+    "alone": (3, 1, False),
+    "offloaded at stage 2": (2, 2, True),
+    "offloaded at stage 3": (3, 2, True),
+}
 WARMUP = 3
 # bf16 with masters on the host, which steps after so many micro-batches.
 MICROS = 2
@@ -46,47 +47,11 @@ ELEMENTS = 4 * 32768
 COUNTED_ISAS = ("avx2", "portable")
 
 
-def _engine(stage: int, comm: Comm, model: torch.nn.Module, *, offloaded: bool = False) -> Any:
-    config = settings(stage, MICROS, 0.5, OFFLOADED) if offloaded else settings(stage, 1, 0.5)
-    return wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config, mesh=comm)[0]
-
-
-def _step(engine: Any, step: int, rank: int, *, offloaded: bool = False) -> None:
-    for micro in range(MICROS if offloaded else 1):
-        engine.backward(engine(*token_batch(step, micro, rank)))
-        engine.step()
-
-
-# Collectives and bytes.
-
-
-def collectives(stage: int, *, offloaded: bool = False) -> dict[str, Any]:
-    """Calls and bytes of one step of each of two ranks; they are alike."""
-    model = make_model()
-
-    def body(comm: Comm) -> dict[str, Any]:
-        engine = _engine(stage, comm, copy.deepcopy(model), offloaded=offloaded)
-        for step in range(WARMUP):
-            comm.traffic.clear()
-            _step(engine, step, comm.rank, offloaded=offloaded)
-        engine.settle()
-        found = {"calls": dict(sorted(comm.traffic.calls.items())), "bytes": dict(sorted(comm.traffic.bytes.items()))}
-        engine.close()
-        return found
-
-    first, *others = run_ranks(RANKS, body)
-    assert all(other == first for other in others), (first, others)
-    return first
-
-
 # Python, and tensors.
 
 
 class SilentComm(Comm):
-    """One rank of several, whose other ranks are never there: nothing is communicated, and what is called is the same.
-
-    It runs on one thread, so that no waiting is counted.
-    """
+    """One rank of several that communicates with none, through the same calls and on one thread."""
 
     def _all_reduce(self, tensor: torch.Tensor, op: str) -> Ticket:
         tensor.mul_(self.size)  # as if the others had the same
@@ -108,8 +73,8 @@ class SilentComm(Comm):
         return [value] * self.size
 
 
-def python_calls(stage: int, ranks: int = RANKS, *, offloaded: bool = False) -> int:
-    """Calls of Wherry's own Python functions in one step of the first of so many ranks."""
+def python_calls(stage: int, ranks: int, offloaded: bool) -> int:
+    """Count the calls of Wherry's own Python functions in one step of the first rank."""
     folder = str(Path(wherry.__file__).parent)
     count = 0
 
@@ -125,43 +90,35 @@ def python_calls(stage: int, ranks: int = RANKS, *, offloaded: bool = False) -> 
         finally:
             sys.setprofile(None)
 
-    _on_the_first(ranks, stage, run, offloaded=offloaded)
+    _on_the_first(ranks, stage, run, offloaded)
     return count
 
 
-def allocations(stage: int) -> int:
-    """Tensors that one step of one rank of two allocates above those of plain PyTorch doing the same."""
+def allocations(stage: int, ranks: int, offloaded: bool) -> int:
+    """Count the tensors that one step of the first rank allocates above those of the model's forward and backward."""
     seen: list[int] = []
-    _on_the_first(RANKS, stage, lambda step: seen.append(_allocated(step)))
-    model = make_model()
-    optimizer = adamw(model.parameters())
+    _on_the_first(ranks, stage, lambda step: seen.append(_allocated(step)), offloaded)
+    model = make_model().bfloat16() if offloaded else make_model()
 
-    def plain(number: int) -> None:
-        loss = model(*token_batch(number, 0, 0))
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.5)
-        optimizer.step()
-        optimizer.zero_grad()
+    def plain() -> None:
+        for micro in range(MICROS if offloaded else 1):
+            model(*token_batch(WARMUP, micro, 0)).backward()
 
-    for number in range(WARMUP):
-        plain(number)
-    return seen[0] - _allocated(lambda: plain(WARMUP))
+    plain()
+    return seen[0] - _allocated(plain)
 
 
-def _on_the_first(
-    ranks: int, stage: int, run: Callable[[Callable[[], None]], None], *, offloaded: bool = False
-) -> None:
-    model = make_model()
-    engine = _engine(stage, SilentComm(0, ranks), model, offloaded=offloaded)
-    for step in range(WARMUP):
-        _step(engine, step, 0, offloaded=offloaded)
-    engine.settle()
+def _on_the_first(ranks: int, stage: int, run: Callable[[Callable[[], None]], None], offloaded: bool) -> None:
+    config = settings(stage, MICROS, 0.5, OFFLOADED) if offloaded else settings(stage, 1, 0.5)
+    engine = engine_of(make_model(), config, SilentComm(0, ranks))
+    train(engine, WARMUP)
 
     def step() -> None:
-        _step(engine, WARMUP, 0, offloaded=offloaded)
+        train(engine, WARMUP + 1, WARMUP)
         engine.settle()
 
-    # What is left over of other tests in this process is not finalised within the counted step.
+    engine.settle()
+    # Objects that other tests left in this process are not finalized within the counted step.
     gc.collect()
     gc.disable()
     try:
@@ -183,7 +140,7 @@ def _allocated(step: Callable[[], None]) -> int:
 
 
 def cannot_count_instructions() -> str | None:
-    """Why instructions cannot be counted here; None when they can."""
+    """Return the reason why instructions cannot be counted here, if there is one."""
     if shutil.which("valgrind") is None:
         return "valgrind is not installed, which counts instructions"
     if shutil.which("c++") is None:
@@ -194,7 +151,7 @@ def cannot_count_instructions() -> str | None:
 
 
 def instructions(isa: str) -> dict[str, float]:
-    """Instructions of each kernel for an element, from callgrind."""
+    """Measure the instructions of each kernel for an element, with callgrind."""
     library = Path(loading.__file__).parent / "libwherry.so"
     sources = library.parent / "src"
     with tempfile.TemporaryDirectory() as folder:
@@ -216,23 +173,19 @@ def instructions(isa: str) -> dict[str, float]:
 
 
 def compiler() -> str:
-    """What compiled the library: another one makes other instructions."""
+    """Read the name and version of the library's compiler: another one makes other instructions."""
     text = (Path(loading.__file__).parent / "libwherry.so").read_bytes()
     found = re.search(rb"GCC: \([^)]*\) [\d.]+|clang version [\d.]+", text)
     return found.group().decode() if found else "unknown"
 
 
 def count() -> dict[str, Any]:
-    """All that can be counted here."""
+    """Count all that can be counted here."""
     found: dict[str, Any] = {
         "python": ".".join(platform.python_version_tuple()[:2]),
         "torch": torch.__version__.partition("+")[0],
-        "collectives": {str(stage): collectives(stage) for stage in STAGES},
-        "python_calls": {str(stage): python_calls(stage) for stage in STAGES},
-        "python_calls_alone": {str(stage): python_calls(stage, ranks=1) for stage in STAGES},
-        "collectives_offloaded": {str(stage): collectives(stage, offloaded=True) for stage in OFFLOADED_STAGES},
-        "python_calls_offloaded": {str(stage): python_calls(stage, offloaded=True) for stage in OFFLOADED_STAGES},
-        "allocations": {str(stage): allocations(stage) for stage in STAGES},
+        "python_calls": {name: python_calls(*how) for name, how in STEPS.items()},
+        "allocations": {name: allocations(*how) for name, how in STEPS.items()},
     }
     if cannot_count_instructions() is None:
         found["compiler"] = compiler()

@@ -26,6 +26,7 @@ for precision in ("bf16-true", "32-true"):
     assert trainer.precision == precision and type(strategy.precision_plugin) is WherryPrecision
     assert strategy._resolved(trainer, fitting=True).bf16.enabled is (precision == "bf16-true")
 
+assert type(lightning.Trainer(strategy="wherry_stage_2", **quiet).strategy) is WherryStrategy
 trainer = lightning.Trainer(callbacks=[StochasticWeightAveraging(swa_lrs=0.1)], **quiet)
 with pytest.raises(WherryError, match="StochasticWeightAveraging: it writes over the model's weights"):
     _refuse_averages(trainer)

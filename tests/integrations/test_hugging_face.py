@@ -15,18 +15,6 @@ if absent := [name for name in PACKAGES if importlib.util.find_spec(name) is Non
 
 PROGRAM = Path(__file__).with_name("hugging_face.py")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune_lora.py"
-MODES = ["own", pytest.param("alias", marks=pytest.mark.nightly)]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return tmp_path_factory.mktemp("hugging_face")
-
-
-@pytest.fixture(scope="module")
-def libraries(forks):
-    """Forks of a process that has imported them."""
-    return forks.of(*HUGGING_FACE)
 
 
 def run(forks, folder, mode, ranks):
@@ -35,24 +23,8 @@ def run(forks, folder, mode, ranks):
     return json.loads((folder / f"{mode}.json").read_text())
 
 
-@pytest.fixture(scope="module")
-def plain(libraries, folder):
-    return run(libraries, folder, "plain", 1)
-
-
-@pytest.fixture(scope="module", params=MODES)
-def mode(request):
-    """Wherry's own classes, or an unchanged script through the alias."""
-    return request.param
-
-
-@pytest.fixture(scope="module")
-def ours(forks, folder, plain, mode):
-    return run(forks.of(*HUGGING_FACE, as_deepspeed=mode == "alias"), folder, mode, 2)
-
-
-def close(expected, tolerance=2e-5):
-    return pytest.approx(expected, rel=tolerance)
+def close(expected):
+    return pytest.approx(expected, rel=2e-5)
 
 
 def same_log(ours, theirs):
@@ -62,72 +34,82 @@ def same_log(ours, theirs):
 
 
 @pytest.mark.timeout(600)
-def test_the_trainer_gives_what_it_gives_without_wherry(plain, ours, mode):
-    logs = [found["trainer"]["log"] for found in (ours, plain)]
-    if mode == "alias":
+@pytest.mark.parametrize("mode", ["own", pytest.param("alias", marks=pytest.mark.nightly)])
+def test_trainers_give_what_they_give_without_wherry(forks, tmp_path, mode):
+    """Run Wherry's own classes, and an unchanged script through the alias."""
+    plain = run(forks.of(*HUGGING_FACE), tmp_path, "plain", 1)
+    ours = run(forks.of(*HUGGING_FACE, as_deepspeed=mode == "alias"), tmp_path, mode, 2)
+    mine, theirs = ours["trainer"], plain["trainer"]
+    if mode == "own":
+        assert mine["before"] == close(theirs["before"])
+        same_log(mine["log"], theirs["log"])
+    else:
         # With an optimizer in the config the engine moves the schedule, so the rate that the Trainer logs after its
         # backward is already the next one.
-        rates = [[row[2] for row in log] for log in logs]
-        assert rates[0][:-1] == rates[1][1:]
-        logs = [[row[:2] for row in log] for log in logs]
-    else:
-        assert ours["trainer"]["before"] == close(plain["trainer"]["before"])
-    same_log(*logs)
+        assert [row[2] for row in mine["log"]][:-1] == [row[2] for row in theirs["log"]][1:]
+        same_log(*([row[:2] for row in found["log"]] for found in (mine, theirs)))
     for key in ("evaluation", "smoothed"):
-        assert ours["trainer"][key] == close(plain["trainer"][key])
-    assert ours["trainer"]["generated"] == plain["trainer"]["generated"]
-
-
-def test_what_it_saves_is_what_it_would_have_saved(plain, ours, mode, folder):
-    theirs = load_file(folder / "plain" / "final" / "model.safetensors")
-    saved = load_file(folder / mode / "final" / "model.safetensors")
-    assert saved.keys() == theirs.keys()
-    for name, weight in theirs.items():
+        assert mine[key] == close(theirs[key])
+    assert mine["generated"] == theirs["generated"]
+    assert ours["resumed"] == {key: value for key, value in mine.items() if key != "before"}
+    saved, expected = (load_file(tmp_path / name / "final" / "model.safetensors") for name in (mode, "plain"))
+    assert saved.keys() == expected.keys()
+    for name, weight in expected.items():
         assert (saved[name] - weight).abs().max() < 2e-5, name
-
-
-def test_a_resumed_trainer_goes_on_exactly(ours):
-    assert ours["resumed"] == {key: value for key, value in ours["trainer"].items() if key != "before"}
-    assert ours["sft_resumed"] == ours["sft"]
-
-
-def test_from_pretrained_also_under_a_config_of_stage_3(plain, ours):
+    # from_pretrained, also under a config of stage 3.
     assert ours["pretrained"] == close(plain["pretrained"])
-    assert plain["pretrained"] == close(plain["trainer"]["evaluation"])
+    assert plain["pretrained"] == close(theirs["evaluation"])
+    # A reference model, and an optimizer of whole parameters over compiled blocks.
+    for name in ("dpo", "adafactor"):
+        same_log(ours[name]["log"], plain[name]["log"])
+    if mode == "alias":
+        mine, theirs = ours["accelerate"], plain["accelerate"]
+        assert mine["losses"] == close(theirs["losses"]) and mine["rate"] == theirs["rate"]
+        assert mine["weights"] == pytest.approx(theirs["weights"], rel=1e-4, abs=1e-4)
 
 
-def test_accelerate_with_its_plugin(plain, ours, mode):
-    if mode == "own":
-        pytest.skip("the plugin is DeepSpeed's")
-    assert ours["accelerate"]["losses"] == close(plain["accelerate"]["losses"])
-    assert ours["accelerate"]["rate"] == plain["accelerate"]["rate"]
-    assert ours["accelerate"]["weights"] == pytest.approx(plain["accelerate"]["weights"], rel=1e-4, abs=1e-4)
-
-
-def test_lora_through_trl(plain, ours):
-    same_log(ours["sft"]["log"], plain["sft"]["log"])
-    assert ours["sft"]["adapter"] == close(plain["sft"]["adapter"], 1e-4)
-    assert len(ours["sft"]["adapter"]) == 8 + 5  # LoRA, and the norms, which are trained whole
-
-
-def test_preferences_against_a_reference_model(plain, ours):
-    same_log(ours["dpo"]["log"], plain["dpo"]["log"])
-
-
-def test_a_trainer_that_compiles_compiles_each_block(plain, ours):
-    same_log(ours["compiled"]["log"], plain["compiled"]["log"])
-
-
-@pytest.mark.parametrize("name", ["adafactor", "muon"])
-def test_optimizers_of_whole_parameters(plain, ours, name):
-    losses, theirs = ([row[0] for row in each[name]["log"]] for each in (ours, plain))
-    assert len(set(theirs)) == 4
-    assert losses == close(theirs, 1e-3 if name == "muon" else 2e-5)  # Muon's products are in bf16
-
-
-def test_the_example_of_lora(libraries, tmp_path):
-    done = libraries.run(EXAMPLE, "--steps", 10, ranks=2, folder=tmp_path)
+def test_the_example_of_lora(forks, tmp_path):
+    done = forks.of(*HUGGING_FACE).run(EXAMPLE, "--steps", 10, ranks=2, folder=tmp_path)
     assert done.returncode == 0, done.stderr[-5000:]
     first, last = (float(done.stdout.split("loss ")[1].split()[i].rstrip(";")) for i in (0, 2))
     assert last < first
     assert (tmp_path / "runs" / "lora" / "adapter_model.safetensors").exists()
+
+
+def test_the_trainer_on_one_rank_gives_what_it_gives_without_wherry(tmp_path):
+    from tests.integrations.test_context_parallel import batch_of, model_of
+    from transformers import Trainer, TrainingArguments
+
+    from wherry.integrations.transformers import WherryTrainer
+
+    rows = [{name: value[0] for name, value in batch_of(step).items()} for step in range(8)]
+    logs = []
+    for cls in (Trainer, WherryTrainer):
+        args = TrainingArguments(
+            tmp_path, max_steps=3, logging_steps=1, per_device_train_batch_size=2, gradient_accumulation_steps=2,
+            learning_rate=1e-2, max_grad_norm=0.5, use_cpu=True, report_to=[], disable_tqdm=True, save_strategy="no",
+        )  # fmt: skip
+        trainer = cls(model=model_of("llama"), args=args, train_dataset=rows, eval_dataset=rows)
+        trainer.train()
+        log = [[row["loss"], row["grad_norm"], row["learning_rate"]] for row in trainer.state.log_history[:3]]
+        logs.append([*log, [trainer.evaluate()["eval_loss"]]])
+    same_log(logs[1], logs[0])
+
+
+def test_arguments_that_do_not_go_together_are_refused(tmp_path):
+    import torch
+    from transformers import TrainingArguments
+
+    from wherry.config import load
+    from wherry.errors import WherryError
+    from wherry.integrations.transformers import WherryTrainer, resolve
+
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "save_strategy": "steps"}
+    args = TrainingArguments(tmp_path, use_cpu=True, report_to=[], save_only_model=True, **best)
+    with pytest.raises(WherryError, match="save_only_model leaves them out"):
+        WherryTrainer(torch.nn.Linear(2, 2), args, train_dataset=[], eval_dataset=[])
+    # Adafactor's eps is not Adam's, which the arguments have.
+    config = {"optimizer": {"type": "Adafactor", "params": dict.fromkeys(("lr", "weight_decay", "eps"), "auto")}}
+    args = TrainingArguments(tmp_path, learning_rate=0.5, weight_decay=0.25, report_to=[], use_cpu=True)
+    name, options = resolve(load(config), args, 1).optimizer.build_args()
+    assert (name, options["lr"], options["weight_decay"], options["eps"]) == ("Adafactor", 0.5, 0.25, (None, 1e-3))

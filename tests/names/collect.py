@@ -1,6 +1,6 @@
-"""What people write when they use Wherry: Python names, flags of commands, keys of a config, names under the alias.
+"""Collect names that scripts write: Python names, flags of commands, keys of a config, names under the alias.
 
-`python -m tests.names.collect > tests/names/promised.json` is how the list was made.
+`python -m tests.names.collect > tests/names/promised.json` made the list.
 """
 
 from __future__ import annotations
@@ -11,34 +11,16 @@ import inspect
 import io
 import json
 import re
-import subprocess
 import sys
-from collections.abc import Callable, Sequence
-from pathlib import Path
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-ROOT = Path(__file__).parents[2]
 COMMANDS = (
-    "",
-    "run",
-    "train",
-    "plan",
-    "generate",
-    "bench",
-    "bench adam",
-    "bench disk",
-    "export",
-    "inspect",
-    "import-deepspeed",
-    "config check",
-    "config explain",
-    "config deepspeed",
-    "config schema",
-    "doctor",
-    "version",
-)
-# Classes that people hold, and bases whose members are not theirs.
+    "", "run", "train", "plan", "generate", "bench", "bench adam", "bench disk", "export", "inspect",
+    "import-deepspeed", "config check", "config explain", "config deepspeed", "config schema", "doctor", "version",
+)  # fmt: skip
+# Classes that scripts use, and bases whose members are not theirs.
 CLASSES = {
     "wherry.Engine": "torch.nn.Module",
     "wherry.update.optimizer.ShardedOptimizer": "torch.optim.Optimizer",
@@ -46,40 +28,18 @@ CLASSES = {
     "wherry.integrations.transformers.WherryTrainer": "transformers.Trainer",
 }
 FUNCTIONS = (
-    "wherry.nn.chunked_cross_entropy",
-    "wherry.optim.CPUAdam",
-    "wherry.optim.CPUAdagrad",
-    "wherry.optim.CPULion",
-    "wherry.optim.Lamb",
-    "wherry.optim.Muon",
-    "wherry.optim.hidden_matrices",
-)
+    "wherry.nn.chunked_cross_entropy", "wherry.optim.CPUAdam", "wherry.optim.CPUAdagrad", "wherry.optim.CPULion",
+    "wherry.optim.Lamb", "wherry.optim.Muon", "wherry.optim.hidden_matrices",
+)  # fmt: skip
 # Public to Wherry's own rooms alone.
 _INNER = {
     "backward_begins", "backward_ends", "forward_begins", "keep", "meet", "update", "unwrap", "weights_version",
     "zero_grad_of_loop",
 }  # fmt: skip
 
-_ALIAS = """
-import importlib, json, sys, torch
-from wherry.compat import deepspeed as alias
-alias.install()
-import deepspeed
-from tests.names.collect import members, parameters, public
-found = {}
-for name in sys.argv[1:]:
-    module = importlib.import_module(name)
-    found[name] = public(module)
-print(json.dumps({
-    "modules": found,
-    "initialize": parameters(deepspeed.initialize),
-    "engine": members(deepspeed.DeepSpeedEngine, torch.nn.Module),
-}))
-"""
-
 
 def parameters(function: Any) -> list[str]:
-    """The names under which arguments can be given, in order."""
+    """List the names under which arguments can be given, in order."""
     try:
         return [name for name in inspect.signature(function).parameters if name != "self"]
     except (TypeError, ValueError):
@@ -94,13 +54,13 @@ def python_names() -> dict[str, list[str]]:
 
 
 def members(owner: type, base: type) -> dict[str, list[str]]:
-    """Public methods and properties that `owner` has beyond `base`."""
+    """List public methods and properties that `owner` has beyond `base`."""
     names = {name for name in dir(owner) if not name.startswith("_") and not hasattr(base, name)} - _INNER
     return {name: parameters(getattr(owner, name)) for name in sorted(names)}
 
 
 def flags(command: str) -> list[str]:
-    """The flags that a command's help tells of."""
+    """List the flags in a command's help."""
     from wherry.cli import main
 
     text = io.StringIO()
@@ -110,7 +70,7 @@ def flags(command: str) -> list[str]:
 
 
 def public(module: ModuleType) -> list[str]:
-    """What a script can import of it, but for modules and what it has imported from Python itself."""
+    """List what a script can import of a module, but for modules and what it has imported from Python itself."""
     return sorted(
         name
         for name in dir(module)
@@ -120,16 +80,19 @@ def public(module: ModuleType) -> list[str]:
     )
 
 
-def alias(modules: Sequence[str], run: Callable[..., Any] | None = None) -> dict[str, Any]:
-    """The names under `import deepspeed`, in a process of its own; `run` starts one with an interpreter's words."""
-    words = ["-c", _ALIAS, *modules]
-    if run is None:
-        done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120, cwd=ROOT)
-    else:
-        done = run(*words, folder=ROOT, launched=False)
-    assert done.returncode == 0, done.stderr
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+def alias(modules: Sequence[str]) -> dict[str, Any]:
+    """Turn the alias on in this process, and collect the names under `import deepspeed`."""
+    import torch
+
+    from wherry.compat import deepspeed as compat
+
+    compat.install()
+    deepspeed = importlib.import_module("deepspeed")
+    return {
+        "modules": {name: public(importlib.import_module(name)) for name in modules},
+        "initialize": parameters(deepspeed.initialize),
+        "engine": members(deepspeed.DeepSpeedEngine, torch.nn.Module),
+    }
 
 
 def config_keys() -> list[str]:
@@ -143,15 +106,12 @@ def resolve(path: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-def collect(modules: Sequence[str]) -> dict[str, Any]:
-    return {
+if __name__ == "__main__":
+    found = {
         "python": python_names(),
         "members": {path: members(resolve(path), resolve(base)) for path, base in CLASSES.items()},
         "flags": {command: flags(command) for command in COMMANDS},
         "keys": config_keys(),
-        "alias": alias(modules),
+        "alias": alias(sys.argv[1:]),
     }
-
-
-if __name__ == "__main__":
-    print(json.dumps(collect(sys.argv[1:]), indent=1, sort_keys=True))
+    print(json.dumps(found, indent=1, sort_keys=True))

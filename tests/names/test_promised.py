@@ -1,4 +1,4 @@
-"""Every name that people could write before stays: in Python, on the command line, in a config and under the alias.
+"""Every name that scripts could use before stays: in Python, on the command line, in a config and under the alias.
 
 `tests.names.collect` wrote `promised.json`. Names may be added; one that is removed is named in GONE.
 """
@@ -10,7 +10,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from tests.names import collect
 
 PROMISED = json.loads((Path(__file__).parent / "promised.json").read_text())
@@ -21,44 +20,22 @@ GONE = {
 }
 """A name, as `missing` gives it, and what to use instead."""
 
-# What modules under the alias had imported for themselves from elsewhere: DeepSpeed's have no such names.
-_IMPORTED = {
-    "accelerator": "AbstractContextManager default_device host_memory nullcontext",
-    "accelerator.real_accelerator": "AbstractContextManager default_device host_memory nullcontext",
-    "constants": "timedelta",
-    "runtime.lr_schedules": "SCHEDULES",
-    "utils.tensor_fragment": "Callable Engine Sequence WherryError",
-}
-GONE |= {
-    f"deepspeed.{module}.{name}": "import it from where it lives"
-    for module, names in _IMPORTED.items()
-    for name in names.split()
-}
-
-
-def arguments(where: str, promised: list[str], now: list[str]) -> Iterator[str]:
-    """What can no longer be given by the same name, or in the same place."""
-    yield from (f"{where}({name})" for name in promised if name not in now)
-    kept = [name for name in now if name in promised]
-    if kept != [name for name in promised if name in now]:
-        yield f"{where}: the order of {', '.join(promised)}"
-
 
 def members(where: str, promised: dict[str, list[str]], now: dict[str, list[str]]) -> Iterator[str]:
+    """Find names that are missing, and arguments that can no longer be given by the same name or in the same place."""
     for name, parameters in promised.items():
-        if name in now:
-            yield from arguments(f"{where}.{name}", parameters, now[name])
-        else:
-            yield f"{where}.{name}"
+        path = f"{where}.{name}"
+        if name not in now:
+            yield path
+            continue
+        yield from (f"{path}({parameter})" for parameter in parameters if parameter not in now[name])
+        kept = [parameter for parameter in now[name] if parameter in parameters]
+        if kept != [parameter for parameter in parameters if parameter in now[name]]:
+            yield f"{path}: the order of {', '.join(parameters)}"
 
 
 def unexpected(missing: Iterator[str]) -> list[str]:
     return [name for name in missing if name not in GONE]
-
-
-def test_names_of_the_package_and_their_arguments():
-    now = collect.python_names()
-    assert not unexpected(members("", PROMISED["python"], now))
 
 
 def lost_members(path: str) -> list[str]:
@@ -66,7 +43,8 @@ def lost_members(path: str) -> list[str]:
     return unexpected(members(path, PROMISED["members"][path], now))
 
 
-def test_members_of_what_people_hold():
+def test_names_of_the_package_their_members_and_arguments():
+    assert not unexpected(members("", PROMISED["python"], collect.python_names()))
     assert not lost_members("wherry.Engine")
     assert not lost_members("wherry.update.optimizer.ShardedOptimizer")
 
@@ -91,19 +69,12 @@ def test_keys_of_a_config():
 
 def test_names_under_the_alias(forks):
     promised = PROMISED["alias"]
-    now = collect.alias(list(promised["modules"]), forks.run)
-    gone = (
-        f"{module}.{name}"
-        for module, names in promised["modules"].items()
-        for name in names
-        if name not in now["modules"][module]
-    )
-    assert not unexpected(gone)
-    assert not unexpected(arguments("deepspeed.initialize", promised["initialize"], now["initialize"]))
+    code = "import json, sys; from tests.names import collect; print(json.dumps(collect.alias(sys.argv[1:])))"
+    done = forks.run("-c", code, *promised["modules"], folder=Path(__file__).parents[2], launched=False)
+    assert done.returncode == 0, done.stderr
+    now = json.loads(done.stdout)
+    for module, names in promised["modules"].items():
+        assert not unexpected(f"{module}.{name}" for name in names if name not in now["modules"][module])
+    initialize = {"initialize": promised["initialize"]}
+    assert not unexpected(members("deepspeed", initialize, {"initialize": now["initialize"]}))
     assert not unexpected(members("DeepSpeedEngine", promised["engine"], now["engine"]))
-
-
-def test_nothing_is_gone_that_is_there():
-    told = {name.partition("(")[0].rpartition(".")[2] for name in GONE if not name.startswith(("wherry ", "config: "))}
-    here = set(collect.members(collect.resolve("wherry.Engine"), torch.nn.Module))
-    assert not told & here

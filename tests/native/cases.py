@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,7 +27,7 @@ RULES: dict[str, Callable[[int], native.Formula]] = {
     "lion": lambda step: native.Lion(1e-3, weight_decay=0.1, step=step),
     "sgd": lambda step: native.SGD(0.1, weight_decay=0.1, maximize=True),
     "nesterov": lambda step: native.SGD(0.1, 0.9, nesterov=True, first=step == 1, step=step),
-    "momentum": lambda step: native.SGD(0.1, 0.8, 0.3, weight_decay=0.01, step=step),
+    "momentum": lambda step: native.SGD(0.1, 0.8, 0.3, weight_decay=0.01, first=step == 1, step=step),
 }
 
 
@@ -56,14 +56,17 @@ def place(values: Tensor, offset: int) -> Tensor:
     return room[offset:]
 
 
-def state_for(rule: native.Formula, numel: int, kind: str, offset: int = 0) -> tuple[Tensor | native.Blocks8, ...]:
+def state_for(
+    rule: native.Formula, numel: int, kind: str, offsets: Iterator[int]
+) -> tuple[Tensor | native.Blocks8, ...]:
     made: list[Tensor | native.Blocks8] = []
     for k, signed in enumerate(rule.state_signed[: rule.state_count]):
         here = ("bf16", "8bit")[k] if kind == "mixed" else kind
         if here == "8bit":
             made.append(native.Blocks8.zeros(numel, signed=signed))
         else:
-            made.append(place(torch.zeros(numel, dtype=torch.float32 if here == "fp32" else torch.bfloat16), offset))
+            dtype = torch.float32 if here == "fp32" else torch.bfloat16
+            made.append(place(torch.zeros(numel, dtype=dtype), next(offsets)))
     return tuple(made)
 
 
@@ -74,24 +77,35 @@ def segment(
     *,
     mode: str = "fp32",
     state: str = "fp32",
-    offset: int = 0,
+    offsets: Sequence[int] = (0,),
     isa: str | None = None,
 ) -> native.Segment:
-    numel = weights.numel()
-    made = native.Segment(grad=place(grad, offset), working=None, state=state_for(rule, numel, state, offset), seed=7)
+    """Make a segment with state of zeros; its streams begin `offsets` elements into their memory, in turn."""
+    numel, at = weights.numel(), itertools.cycle(offsets)
+    made = native.Segment(grad=place(grad, next(at)), working=None, state=state_for(rule, numel, state, at), seed=7)
     if mode == "split":
-        made.working = place(torch.zeros(numel, dtype=torch.bfloat16), offset)
-        made.low = place(torch.zeros(numel, dtype=torch.int16), offset)
+        made.working = place(torch.zeros(numel, dtype=torch.bfloat16), next(at))
+        made.low = place(torch.zeros(numel, dtype=torch.int16), next(at))
         native.split(weights, made.working, made.low, isa=isa)
         return made
-    held = place(weights, offset)
+    held = place(weights, next(at))
     if mode == "fp32":
         made.working = held
     else:
         made.master = held
     if mode in ("bf16", "fp16"):
-        made.working = place(weights.to(torch.bfloat16 if mode == "bf16" else torch.float16), offset)
+        made.working = place(weights.to(torch.bfloat16 if mode == "bf16" else torch.float16), next(at))
     return made
+
+
+def master_of(made: native.Segment) -> Tensor:
+    """The weights in fp32."""
+    if made.low is None:
+        return made.working if made.master is None else made.master  # type: ignore[return-value]
+    assert made.working is not None
+    whole = torch.empty(made.numel)
+    native.join(made.working, made.low, whole)
+    return whole
 
 
 def tensors(made: native.Segment) -> list[Tensor]:
@@ -121,13 +135,10 @@ def assert_same_segment(got: native.Segment, expected: native.Segment, what: obj
     """Compare bits; of split weights compare the joined master, where a NaN may be any."""
     if got.low is None:
         return assert_same_bits(tensors(got), tensors(expected), what)
-    masters = []
-    for made in (got, expected):
-        assert made.working is not None and made.low is not None
-        masters.append(torch.empty(made.numel))
-        native.join(made.working, made.low, masters[-1])
-        nan = masters[-1].isnan()
-        assert torch.equal(made.working.isnan(), nan), f"{what}: working weights are not NaN where the master is"
+    masters = [master_of(got), master_of(expected)]
+    for made, master in zip((got, expected), masters, strict=True):
+        assert made.working is not None
+        assert torch.equal(made.working.isnan(), master.isnan()), f"{what}: working weights and master differ in NaNs"
     assert_same_bits([masters[0]], [masters[1]], what)
     assert_same_bits(tensors(got)[2:], tensors(expected)[2:], what)
 

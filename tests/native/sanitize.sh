@@ -31,8 +31,8 @@ asan() {
   LD_PRELOAD="$(${CXX:-g++} -print-file-name=libasan.so) $(${CXX:-g++} -print-file-name=libstdc++.so)" \
     ASAN_OPTIONS=detect_leaks=0 PYTHONPATH="$scratch/package" HYPOTHESIS_STORAGE_DIRECTORY="$scratch/hypothesis" \
     "$python" -m pytest -p no:cacheprovider --rootdir "$top" "$top"/tests/native/test_update.py \
-    "$top"/tests/native/test_split.py "$top"/tests/native/test_passes.py "$top"/tests/native/test_blocks.py \
-    "$top"/tests/native/test_packed.py "$top"/tests/native/test_properties.py
+    "$top"/tests/native/test_split.py "$top"/tests/native/test_passes.py \
+    "$top"/tests/native/test_blocks.py "$top"/tests/native/test_formulas.py
 }
 
 tsan() {

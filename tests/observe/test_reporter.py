@@ -6,16 +6,18 @@ import csv
 import json
 import logging
 
-import pytest
 import torch
 from tests.engine.harness import engine_of, make_model, settings, train
 
-import wherry
 from wherry.observe.metrics import JSONLines
 from wherry.testing import run_ranks
 
 
-def test_the_config_s_sinks_get_every_update_from_rank_zero_only(tmp_path):
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_sinks_of_the_config_and_of_code_get_every_update_from_rank_zero_only(tmp_path):
     config = {
         "csv_monitor": {"enabled": True, "output_path": str(tmp_path / "csv"), "job_name": "job"},
         "wherry": {"run_dir": str(tmp_path / "run")},
@@ -24,17 +26,20 @@ def test_the_config_s_sinks_get_every_update_from_rank_zero_only(tmp_path):
     def body(comm):
         engine = engine_of(make_model(), settings(2, more=config), comm)
         assert engine.monitor.enabled == (comm.rank == 0)
+        if comm.rank == 0:
+            engine.monitor.add(JSONLines("mine.jsonl"))
         losses = train(engine, 3)
         engine.monitor.log(3, {"validation_loss": 1.5})
         engine.close()
         return losses
 
     losses = run_ranks(2, body)[0]
-    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    rows = rows_of(tmp_path / "run" / "metrics.jsonl")
     assert [row["step"] for row in rows] == [1, 2, 3, 3]
     assert [row["loss"] for row in rows[:3]] == losses
     assert rows[2]["samples"] == 12 and rows[2]["lr"] == 3e-3 and rows[2]["gradient_norm"] > 0
     assert rows[3] == {"step": 3, "validation_loss": 1.5}
+    assert rows_of(tmp_path / "run" / "mine.jsonl") == rows
     with open(tmp_path / "csv" / "job" / "metrics.csv", newline="") as file:
         table = list(csv.DictReader(file))
     assert [float(row["loss"]) for row in table] == losses
@@ -45,37 +50,7 @@ def test_the_loss_of_fp16_is_reported_without_its_scale(tmp_path):
     engine = engine_of(make_model(), config)
     losses = train(engine, 3)
     engine.close()
-    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["loss"] for row in rows] == losses
-
-
-def test_an_unknown_micro_batch_size_is_logged(tmp_path, caplog):
-    for size in ({}, {"train_micro_batch_size_per_gpu": 1}):
-        config = {"optimizer": {"type": "SGD"}, "wherry": {"run_dir": str(tmp_path)}, **size}
-        wherry.initialize(model=make_model(), config=config)[0].close()
-    assert caplog.text.count("not given, so `samples` counts each micro-batch as one") == 1
-
-
-def test_tensorboard_files_hold_the_curve(tmp_path):
-    pytest.importorskip("tensorboard", reason="it comes with `pip install '.[tensorboard]'`")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    config = settings(1, more={"tensorboard": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}})
-    engine = engine_of(make_model(), config)
-    losses = train(engine, 2)
-    engine.close()
-    events = EventAccumulator(str(tmp_path / "job"))
-    events.Reload()
-    assert [event.value for event in events.Scalars("loss")] == [torch.tensor(x).item() for x in losses]
-
-
-def test_a_sink_of_the_user_s_code(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    engine = engine_of(make_model(), settings(0, 2))
-    engine.monitor.add(JSONLines("mine.jsonl"))
-    train(engine, 2)
-    engine.close()
-    assert len((tmp_path / "mine.jsonl").read_text().splitlines()) == 2
+    assert [row["loss"] for row in rows_of(tmp_path / "metrics.jsonl")] == losses
 
 
 def test_operations_are_counted_in_the_step_that_is_named(tmp_path):

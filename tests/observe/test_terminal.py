@@ -34,14 +34,3 @@ def test_keys_are_not_echoed_while_the_screen_is_redrawn_and_the_terminal_is_res
     shown = os.read(ours, 1000).decode().replace("\r\n", "\n")
     os.close(ours), os.close(theirs)
     assert shown == "\x1b[?25l inside False\n\x1b[?25hafter True\n"
-
-
-def test_without_a_terminal_nothing_is_changed(launched):
-    done = subprocess.run(
-        [sys.executable, "-c", "from wherry.observe.stdout import kept_terminal as kept\nwith kept(): print(1)"],
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout == "1\n"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import gzip
 import json
 import logging
@@ -12,41 +11,28 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import adamw, engine_of, make_model, settings, token_batch
+from tests.engine.harness import Run, assert_equal, engine_of, make_model, settings, token_batch, train_engine
+from tests.engine.harness import train as train_steps
 from tests.tiers.rows import offload
 
-import wherry
 from wherry.observe.footprint import Footprint
 from wherry.observe.memory_page import memory_page
-from wherry.testing import run_ranks
-
-STEPS = 3
 
 
-def train(config: dict[str, Any], *, stage: int, ranks: int, folder: Path | None) -> tuple[list[float], Any]:
-    """Train; returns losses, hooks that are left, and the engine's memory between steps."""
-    base, own = make_model(), dict(config.get("wherry", {}))
+def train(config: dict[str, Any], stage: int, folder: Path | None) -> tuple[Run, Any, int]:
+    """Train two ranks; the run, the engine's memory after the last step, and the number of its hooks."""
+    own = dict(config.get("wherry", {}))
     if folder is not None:
         own["profile"] = {"memory_step": 3, "folder": str(folder)}
 
-    def body(comm: Any) -> Any:
-        engine = engine_of(copy.deepcopy(base), settings(stage, 2, more=config | {"wherry": own}), comm)
-        losses = []
-        for step in range(STEPS):
-            for micro in range(2):
-                loss = engine(*token_batch(step, micro, comm.rank))
-                engine.backward(loss)
-                engine.step()
-                losses.append(float(loss.detach()))
-            if step == 2:
-                rows = engine.memory()
+    def seen(engine: Any, step: int) -> tuple[Any, int]:
         hooks = sum(len(m._forward_hooks) + len(m._forward_pre_hooks) for m in engine.module.modules())
-        engine.close()
-        assert torch._C._len_torch_dispatch_stack() == 0
-        return losses, rows, hooks
+        return engine.memory(), hooks
 
-    losses, rows, hooks = run_ranks(ranks, body)[0]
-    return (losses, hooks), rows
+    common: dict[str, Any] = {"stage": stage, "ranks": 2, "accumulation": 2, "steps": 3, "each_step": seen}
+    run = train_engine(make_model(), config=config | {"wherry": own}, **common)
+    assert torch._C._len_torch_dispatch_stack() == 0
+    return run, *run.extra[-1]
 
 
 def column(told: dict[str, Any], state: str, tier: str = "device") -> list[int]:
@@ -58,9 +44,10 @@ def column(told: dict[str, Any], state: str, tier: str = "device") -> list[int]:
 def test_states_are_those_of_the_engine_and_training_keeps_its_bits(row: str, tmp_path: Path) -> None:
     stage = int(row) if row.isdigit() else 3
     config = {} if row.isdigit() else offload(row, tmp_path / "disk", "at_step")
-    calm, _ = train(config, stage=stage, ranks=2, folder=None)
-    recorded, rows = train(config, stage=stage, ranks=2, folder=tmp_path)
-    assert recorded == calm  # losses, and the number of hooks that are left
+    calm, _, hooks = train(config, stage, None)
+    recorded, rows, left = train(config, stage, tmp_path)
+    assert_equal(recorded, calm)
+    assert left == hooks
     told = json.loads((tmp_path / "memory-rank0.json").read_text())
     phases = [phase for phase, _, _ in told["phases"]]
     assert phases == ["forward", "backward"] * 2 + ["step"]
@@ -116,12 +103,9 @@ def test_activations_equal_those_that_plain_pytorch_keeps(tmp_path: Path) -> Non
 def test_a_trace_of_the_steps_and_memory_after_them(tmp_path: Path, caplog: Any, monkeypatch: Any) -> None:
     monkeypatch.setenv("WHERRY_PROFILE", "2-3")
     monkeypatch.chdir(tmp_path)
-    model = make_model()
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(3))
+    engine = engine_of(make_model(), settings(3))
     with caplog.at_level(logging.INFO, logger="wherry"):
-        for step in range(5):
-            engine.backward(engine(*token_batch(step, 0, 0)))
-            engine.step()
+        train_steps(engine, 5)
     engine.close()
     with gzip.open("profile/trace-rank0.json.gz") as file:
         spans = Counter(
@@ -138,9 +122,7 @@ def test_reasons_for_missing_records_are_logged(tmp_path: Path, caplog: Any) -> 
     engine = engine_of(make_model(), settings(0, more={"wherry": {"profile": profile}}))
     engine.compile(backend="eager")
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
-        for step in range(2):
-            engine.backward(engine(*token_batch(step, 0, 0)))
-            engine.step()
+        train_steps(engine, 2)
     engine.close()
     later = engine_of(make_model(), settings(0, more={"wherry": {"profile": {"steps": 7, "folder": str(tmp_path)}}}))
     later.close()

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import VOCABULARY
+from tests.engine.harness import TinyLM
 from torch import nn
-from torch.nn import functional as F
 from torch.utils._python_dispatch import _disable_current_modes
 
 import wherry
@@ -45,37 +44,22 @@ def config(stage: int, accumulation: int = 1, precision: str = "bf16", **more: A
     }
 
 
-class Layer(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.mix = nn.Linear(width, width)
-        self.up = nn.Linear(width, 4 * width)
-        self.down = nn.Linear(4 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        x = x + torch.tanh(self.mix(self.norm(x)))
-        return x + self.down(F.gelu(self.up(x)))
+def placed(stage: int, optimizer: str, parameters: str, folder: Path, **more: Any) -> dict[str, Any]:
+    """Write the config of states that rest elsewhere, from a row of tests/tiers/rows.py."""
+    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0, **ALONE}
+    for name, device in (("offload_optimizer", optimizer), ("offload_param", parameters)):
+        zero[name] = {"device": device} | ({"nvme_path": str(folder)} if device == "nvme" else {})
+    if parameters == "nvme":
+        zero["offload_param"]["max_in_cpu"] = 0
+    return config(stage, zero_optimization=zero, **more)
 
 
-class Model(nn.Module):
+class Model(TinyLM):
     """Wide enough that alignment adds little; a dry run's time is that of its operations, so its blocks are few."""
 
     def __init__(self, blocks: int = 2) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, WIDTH)
+        super().__init__(blocks, WIDTH)
         self.register_buffer("scale", torch.ones(WIDTH))
-        self.blocks = nn.ModuleList(Layer(WIDTH) for _ in range(blocks))
-        self.norm = nn.LayerNorm(WIDTH)
-        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        x = x * self.scale.to(x.dtype)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
 
 
 def make(micro_batch: int = MICRO, sequence: int = LENGTH) -> tuple[nn.Module, Any]:
@@ -85,11 +69,6 @@ def make(micro_batch: int = MICRO, sequence: int = LENGTH) -> tuple[nn.Module, A
 
 def one_block(micro_batch: int = MICRO, sequence: int = LENGTH) -> tuple[nn.Module, Any]:
     return Model(blocks=1), make(micro_batch, sequence)[1]
-
-
-def deep(micro_batch: int = MICRO, sequence: int = LENGTH) -> tuple[nn.Module, Any]:
-    """The same with four blocks, where checkpoints of two blocks each are to differ from one of all."""
-    return Model(blocks=4), make(micro_batch, sequence)[1]
 
 
 class Unseen(ThreadComm):
@@ -144,64 +123,35 @@ class SeenLink(Link):
         self.shared = not gpu
 
 
-Optimizer = Callable[[Any], torch.optim.Optimizer]
-
-
-def observed(
-    config: dict[str, Any],
-    comm: Comm,
-    model: nn.Module,
-    args: Any,
-    *,
-    gpu: bool = False,
-    optimizer: Optimizer = torch.optim.AdamW,
-    tensor: bool = False,
-) -> Counts:
-    """Of a step on one rank. `tensor`: ranks share the model, not data."""
-    with Recorder(elsewhere={HOST} if gpu else ()) as recorder:
-        topology = Topology(
-            SoloComm() if tensor else comm,
-            torch.device("cpu"),
-            comm.rank,
-            comm.rank,
-            comm.size,
-            comm if tensor else SoloComm(),
-            link=lambda pin: SeenLink(recorder, gpu),
-        )
-        engine, *_ = wherry.initialize(model=WithLoss(model), config=config, mesh=topology, optimizer=optimizer)
-        step = Step(engine, (args, {}), configs.load(config), recorder, Counter())
-        step.make()
-        comm.barrier()  # until then another rank may hold what it reads of this one's
-        step.begin_counting()
-        step.make()
-        counts = step.counts()
-        engine.close()
-    return counts
-
-
 def measure(
     config: dict[str, Any],
     ranks: int,
     *,
     gpu: bool = False,
-    optimizer: Optimizer = torch.optim.AdamW,
-    tensor: bool = False,
+    optimizer: Callable[[Any], torch.optim.Optimizer] = torch.optim.AdamW,
     build: Callable[[], tuple[nn.Module, Any]] = make,
 ) -> list[Counts]:
-    """By rank."""
+    """Count a step of a real engine on each rank."""
     model, args = build()
 
     def body(comm: Comm) -> Counts:
         mine, seen = copy.deepcopy(model), unseen(comm)
-        return observed(config, seen, mine, args, gpu=gpu, optimizer=optimizer, tensor=tensor)
+        with Recorder(elsewhere={HOST} if gpu else ()) as recorder:
+            topology = Topology(
+                *(seen, torch.device("cpu"), comm.rank, comm.rank, comm.size, SoloComm()),
+                link=lambda pin: SeenLink(recorder, gpu),
+            )
+            engine, *_ = wherry.initialize(model=WithLoss(mine), config=config, mesh=topology, optimizer=optimizer)
+            step = Step(engine, (args, {}), configs.load(config), recorder, Counter())
+            step.make()
+            comm.barrier()  # until then another rank may hold what it reads of this one's
+            step.begin_counting()
+            step.make()
+            counts = step.counts()
+            engine.close()
+        return counts
 
-    with sizes_shown():
-        return run_ranks(ranks, body)
-
-
-@contextmanager
-def sizes_shown() -> Iterator[None]:
-    """Memory of gathered weights is torch's own: a footprint sees the sizes of storages, and no pages."""
     with pytest.MonkeyPatch.context() as patch:
+        # Memory of gathered weights is torch's own: a footprint sees the sizes of storages, and no pages.
         patch.setattr(elastic, "_system", lambda: None)
-        yield
+        return run_ranks(ranks, body)

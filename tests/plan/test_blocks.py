@@ -13,10 +13,8 @@ from torch import nn
 from wherry import config as configs
 from wherry.plan import dry_run
 from wherry.plan.dry_run import count, count_by_blocks, outline
-from wherry.plan.model_source import ModelSource
 from wherry.plan.parts import Outline, ends, longest_run
-from wherry.sources import find, of_shape
-from wherry.train.presets import Shape
+from wherry.sources import find
 
 WIDTH = 1024
 # The least that is counted by fewer blocks, and of an engine that looks one block ahead.
@@ -27,15 +25,15 @@ AHEAD = {"stage3_prefetch_bucket_size": 10**6, "stage3_param_persistence_thresho
 class Block(nn.Sequential):
     """With few operations: each takes a dry run a millisecond."""
 
-    def __init__(self, bias: bool) -> None:
-        super().__init__(nn.Linear(WIDTH, WIDTH, bias), nn.GELU())
+    def __init__(self) -> None:
+        super().__init__(nn.Linear(WIDTH, WIDTH), nn.GELU())
 
 
 class Deep(nn.Module):
-    def __init__(self, layers: int, bias: bool) -> None:
+    def __init__(self, layers: int) -> None:
         super().__init__()
         self.embed = nn.Embedding(100, WIDTH)
-        self.blocks = nn.ModuleList(Block(bias) for _ in range(layers))
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
         x = self.embed(ids)
@@ -44,67 +42,35 @@ class Deep(nn.Module):
         return (x @ self.embed.weight.T).float().mean()
 
 
-def deep(layers: int, *, bias: bool = False) -> ModelSource:
-    return find(lambda micro_batch=2: (Deep(layers, bias), torch.zeros(micro_batch, 32, dtype=torch.int64)))
-
-
 def zero(stage: int, **more: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, **AHEAD, **more}}
 
 
-def placed(device: str, folder: Path) -> dict[str, Any]:
-    place = {"device": device, "nvme_path": str(folder), "buffer_count": 1} if device == "nvme" else {"device": device}
-    return zero(3, offload_optimizer=place, offload_param=place | ({"max_in_cpu": 0} if device == "nvme" else {}))
-
-
-LONG, NIGHTLY = pytest.mark.long, pytest.mark.nightly
+DISK = {"device": "nvme", "nvme_path": ".", "buffer_count": 1}
+CHECKPOINTS = {"policy": "recompute", "cpu_checkpointing": True}
 # Layers, a config, and whether the device has memory of its own.
-CASES = [
-    pytest.param(
-        LAYERS, zero(0) | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, False, marks=LONG, id="data parallel"
+CASES: dict[str, tuple[int, dict[str, Any], bool]] = {
+    "data parallel": (LAYERS, zero(0) | {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}, False),
+    "ZeRO-2": (LAYERS, zero(2), True),
+    "recomputed": (LAYERS_AHEAD, zero(3) | {"activation_checkpointing": {"policy": "recompute"}}, False),
+    "on disk": (LAYERS_AHEAD, zero(3, offload_optimizer=DISK, offload_param=DISK | {"max_in_cpu": 0}), True),
+    # Activations of a block are more than what is brought back ahead.
+    "activations on the host": (
+        LAYERS_AHEAD,
+        zero(2) | {"activation_checkpointing": CHECKPOINTS, "train_micro_batch_size_per_gpu": 2**15},
+        True,
     ),
-    pytest.param(LAYERS, zero(2), True, marks=LONG, id="ZeRO-2"),
-    pytest.param(LAYERS, zero(2) | {"gradient_accumulation_steps": 4}, True, marks=NIGHTLY, id="accumulated"),
-    pytest.param(
-        LAYERS_AHEAD, zero(3) | {"activation_checkpointing": {"policy": "recompute"}}, False,
-        marks=LONG, id="recomputed",
-    ),
-    pytest.param(
-        LAYERS_AHEAD, zero(3) | {"gradient_accumulation_steps": 2, "wherry": {"accumulation": "layer_major"}}, True,
-        marks=NIGHTLY, id="together",
-    ),
-    pytest.param(LAYERS_AHEAD, {"on": "cpu"}, True, marks=LONG, id="on the host"),
-    pytest.param(LAYERS_AHEAD, {"on": "cpu", "gradient_clipping": 1.0}, False, marks=NIGHTLY, id="clipped"),
-    pytest.param(LAYERS_AHEAD, {"on": "nvme"}, True, marks=LONG, id="on disk"),
-]  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(("layers", "given", "gpu"), CASES)
-def test_few_blocks_tell_of_all(
-    layers: int, given: dict[str, Any], gpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    more = dict(given)
-    more |= placed(more.pop("on"), tmp_path) if "on" in more else {}
-    assert_few_tell_of_all(deep(layers), layers, configs.load(config(0) | more), gpu, monkeypatch)
-
-
-@pytest.mark.nightly
-def test_few_blocks_of_a_gpt_tell_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    source = of_shape("deep", Shape(layers=16, hidden=256, heads=4, sequence=32, vocabulary=500))
-    assert_few_tell_of_all(source, 16, configs.load(config(0) | zero(2)), True, monkeypatch)
-
-
-@pytest.mark.long
-def test_few_blocks_tell_of_all_where_activations_wait_on_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those of a block are more than what is brought back ahead."""
-    away = {"activation_checkpointing": {"policy": "recompute", "cpu_checkpointing": True}}
-    given = config(0) | zero(2) | away | {"train_micro_batch_size_per_gpu": 2**15}
-    assert_few_tell_of_all(deep(LAYERS_AHEAD, bias=True), LAYERS_AHEAD, configs.load(given), True, monkeypatch)
-
-
-def assert_few_tell_of_all(
-    source: ModelSource, layers: int, given: configs.Config, gpu: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == "data parallel" else pytest.mark.long) for name in CASES]
+)
+def test_few_blocks_tell_of_all(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    layers, more, gpu = CASES[name]
+    source = find(lambda micro_batch=2: (Deep(layers), torch.zeros(micro_batch, 32, dtype=torch.int64)))
+    given = configs.load(config(0) | more)
     ran: list[Any] = []
     monkeypatch.setattr(dry_run, "count", lambda *given, **how: ran.append(how.get("blocks")) or count(*given, **how))
     few = count_by_blocks(source, given, outline(source), ranks=4, gpu=gpu)
@@ -124,30 +90,18 @@ def assert_few_tell_of_all(
     assert sum(few.operations.values()) == pytest.approx(sum(whole.operations.values()))
 
 
-class Counted(nn.Module):
+class Counted(nn.Sequential):
     """Its forward asks for a block by its number."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(64, 64) for _ in range(20))
-
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for number in range(20):
-            x = self.blocks[number](x)
+        for number in range(15):
+            x = self[number](x)
         return x.sum()
 
 
-def test_a_forward_that_counts_its_blocks_is_run_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    ran: list[int | None] = []
-
-    def counted(*given: Any, blocks: int | None = None, **how: Any) -> Any:
-        ran.append(blocks)
-        return count(*given, blocks=blocks, **how) if blocks else "the whole"
-
-    monkeypatch.setattr(dry_run, "count", counted)
-    source = find(lambda: (Counted(), torch.zeros(2, 64)))
-    assert count_by_blocks(source, configs.load({}), outline(source), ranks=1) == "the whole"
-    assert ran == [6, None]
+def test_a_forward_that_counts_its_blocks_is_run_whole() -> None:
+    source = find(lambda: (Counted(*(nn.Linear(64, 64) for _ in range(15))), torch.zeros(2, 64)))
+    assert count_by_blocks(source, configs.load({}), outline(source), ranks=1).parameters == 15 * (64 * 64 + 64)
 
 
 def test_only_equal_blocks_that_follow_each_other_are_a_run() -> None:

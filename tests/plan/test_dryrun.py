@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections import UserDict
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.plan.measured import config, deep, make, measure
+from tests.plan.measured import config, make, measure
 
 from wherry.errors import WherryError
 from wherry.observe.footprint import Footprint
@@ -26,49 +24,34 @@ def of_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(comm, "EXCHANGED", -1)
 
 
-def checkpoints(block: dict[str, Any]) -> dict[str, Any]:
-    return {"activation_checkpointing": block}
-
-
 def small(micro_batch: int = 2, sequence: int = 24) -> tuple[torch.nn.Module, Any]:
     """Few operations, for windows of many micro-batches."""
     return torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh()), (torch.zeros(micro_batch, sequence, 64),)
 
 
-# Every stage, precision, kind of window and number of ranks once, of which the last is counted.
-CASES: dict[str, tuple[int, dict[str, Any]]] = {
-    "data parallel, alone": (1, config(0, precision="fp32")),
-    "data parallel": (2, config(0)),
+# Every stage, precision, kind of window and number of ranks once, of which the last is counted. A long window is
+# counted by short ones.
+CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {
+    "data parallel, alone": (make, 1, config(0, precision="fp32")),
+    "data parallel": (make, 2, config(0)),
+    "a long window": (small, 2, config(1, accumulation=5, precision="fp32")),
     "fp16, clipped, gradients in fp32": (
-        2, config(2, precision="fp16", gradient_clipping=1.0, data_types={"grad_accum_dtype": "fp32"}),
+        make, 2, config(2, precision="fp16", gradient_clipping=1.0, data_types={"grad_accum_dtype": "fp32"}),
     ),
-    "micro-batches together": (2, config(3, accumulation=2, wherry={"accumulation": "layer_major"})),
-    "ZeRO-3 in fp32": (2, config(3, precision="fp32")),
-    "groups of ranks": (4, config(3, zero_optimization=config(3)["zero_optimization"] | {"mics_shard_size": 2})),
+    "micro-batches together": (make, 2, config(3, accumulation=2, wherry={"accumulation": "layer_major"})),
+    "ZeRO-3 in fp32": (make, 2, config(3, precision="fp32")),
+    "ZeRO-3, a long window": (small, 2, config(3, accumulation=5, precision="fp32")),
+    "recomputed": (make, 1, config(3, activation_checkpointing={"policy": "recompute"})),
+    "some operations recomputed": (make, 1, config(3, activation_checkpointing={"save_operations": ["matmul"]})),
+    "groups of ranks": (make, 4, config(3, zero_optimization=config(3)["zero_optimization"] | {"mics_shard_size": 2})),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_same_as_a_real_engine(name: str) -> None:
-    ranks, given = CASES[name]
-    assert_same(make, given, ranks)
-
-
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_long_window_is_counted_by_short_ones(stage: int) -> None:
-    assert_same(small, config(stage, accumulation=5, precision="fp32"), 2)
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("stage", [1, 3])
-def test_every_rank_of_four_as_a_real_engine(stage: int) -> None:
-    assert_same(make, config(stage, accumulation=2), 4, every=True)
-
-
-def assert_same(build: Any, given: dict[str, Any], ranks: int, *, every: bool = False) -> None:
-    found = measure(given, ranks, build=build)
-    for rank in range(0 if every else ranks - 1, ranks):
-        assert_as_real(dry_run(find(build), given, ranks=ranks, rank=rank, sequence=24), found[rank])
+    build, ranks, given = CASES[name]
+    real = measure(given, ranks, build=build)[-1]
+    assert_as_real(dry_run(find(build), given, ranks=ranks, rank=ranks - 1, sequence=24), real)
 
 
 def assert_as_real(told: DryRun, real: Counts) -> None:
@@ -78,24 +61,6 @@ def assert_as_real(told: DryRun, real: Counts) -> None:
     for line, other in zip(told.memory, lines, strict=True):
         assert line.at_peak == pytest.approx(other.at_peak, rel=0.001, abs=64), line.category
         assert line.highest == pytest.approx(other.highest, rel=0.001, abs=64), line.category
-
-
-RECOMPUTE: list[Any] = [
-    (make, {"policy": "recompute"}), (make, {"save_operations": ["matmul"]}),
-    pytest.param(deep, {"every": 2}, marks=pytest.mark.long),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("build", "block"), RECOMPUTE, ids=["recompute", "save_operations", "every"])
-def test_recomputation_keeps_less_as_a_real_engine(build: Any, block: dict[str, Any]) -> None:
-    (real,) = measure(config(3) | checkpoints(block), 1, build=build)
-    kept, recomputed = (
-        dry_run(find(build), config(3) | more, ranks=1, sequence=24) for more in ({}, checkpoints(block))
-    )
-    assert_as_real(recomputed, real)
-    of_activations = [max(line.highest for line in told.memory if line.category == "activations")
-                      for told in (kept, recomputed)]  # fmt: skip
-    assert of_activations[1] < of_activations[0]
 
 
 def test_a_thousand_ranks_hold_a_thousandth() -> None:
@@ -111,42 +76,19 @@ def test_a_thousand_ranks_hold_a_thousandth() -> None:
     assert told.calls["all_gather"] <= 2 * units
 
 
-@pytest.mark.nightly
-def test_a_trillion_parameters_over_a_thousand_ranks(forks: Any, tmp_path: Path) -> None:
-    (tmp_path / "zero3.json").write_text('{"bf16": {"enabled": true}, "zero_optimization": {"stage": 3}}')
-    program = (
-        "import sys\n"
-        "from wherry.cli import main\n"
-        "assert main(sys.argv[1:]) == 0\n"
-        "held = open('/proc/self/status').read().split('VmHWM:')[1].split()[0]\n"
-        "print(int(held) * 1024, file=sys.stderr)\n"
-    )
-    flags = ("gpt-1t", "--dry-run", "--ranks", "1024", "--gpus", "0", "--config", "zero3.json", "--json")
-    done = forks.run("-c", program, "plan", *flags, folder=tmp_path, launched=False, timeout=600.0)
-    assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert told["parameters"] > 1e12 and told["ranks"] == 1024
-    assert int(done.stderr.splitlines()[-1]) < 8e9
-
-
-def test_a_forward_that_asks_for_values_is_told_so() -> None:
+def test_what_cannot_be_run_is_refused() -> None:
     class Asking(torch.nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             y = super().forward(x)
             return y if y.sum().item() > 0 else -y
 
-    def asking() -> Any:
-        return Asking(4, 4), torch.zeros(2, 4)
-
-    with pytest.raises(WherryError, match="asks for the value of a tensor"):
-        dry_run(find(asking), config(0), ranks=2)
-
-
-def test_a_model_without_inputs_and_a_wrong_rank() -> None:
-    with pytest.raises(WherryError, match="the model and its inputs"):
-        dry_run(find(lambda: torch.nn.Linear(4, 4)), config(0), ranks=2)
-    with pytest.raises(WherryError, match="rank: expected 0 to 1, got 2"):
-        dry_run(find(make), config(0), ranks=2, rank=2)
+    for source, rank, message in (
+        (lambda: (Asking(4, 4), torch.zeros(2, 4)), 0, "asks for the value of a tensor"),
+        (lambda: torch.nn.Linear(4, 4), 0, "the model and its inputs"),
+        (make, 2, "rank: expected 0 to 1, got 2"),
+    ):
+        with pytest.raises(WherryError, match=message):
+            dry_run(find(source), config(0), ranks=2, rank=rank)
 
 
 @pytest.mark.parametrize("device", ["cpu", "meta"])
@@ -157,8 +99,6 @@ def test_a_model_that_there_is_already_is_left_alone(device: str) -> None:
     told = dry_run(find(lambda: (model, args)), config(3), ranks=4, sequence=24)
     expected = dry_run(find(make), config(3), ranks=4, sequence=24)
     assert (told.calls, told.bytes) == (expected.calls, expected.bytes)
-    for line, other in zip(told.memory, expected.memory, strict=True):
-        assert line.at_peak == pytest.approx(other.at_peak, abs=1024), line.category  # of the inputs, two or one
     for name, p in model.named_parameters():
         same, dtype, where, values = before[name]
         assert p is same and (p.dtype, p.device) == (dtype, where)
@@ -177,8 +117,7 @@ def test_inputs_in_a_mapping_that_torch_does_not_know() -> None:
             return super().forward(batch.rows[0]).sum()
 
     given = Tokens(rows=[torch.ones(4, 4)])
-    told = dry_run(find(lambda: (Reads(4, 4), (given,))), config(0, precision="fp32"), ranks=2)
-    assert told.parameters == 20
+    assert dry_run(find(lambda: (Reads(4, 4), (given,))), config(0, precision="fp32"), ranks=2).parameters == 20
     assert torch.equal(given["rows"][0], torch.ones(4, 4))
 
 
@@ -187,33 +126,14 @@ def test_the_footprint_follows_storages() -> None:
         x = torch.zeros(100)
         view = x[10:20]
         del x
-        assert footprint.live["activations"] == 400
         footprint.label("kept", [view])
         y = torch.ones(50)
         assert footprint.now() == {"activations": 200, "kept": 400}
         del view, y
-        assert footprint.now() == {"activations": 0, "kept": 0}
         grown = torch.zeros(10)
         grown.untyped_storage().resize_(0)
         footprint.follow_resized("elastic")
         assert footprint.now() == {"activations": 0, "kept": 0, "elastic": 0}
         grown.untyped_storage().resize_(4000)
         footprint.sample()
-        assert footprint.peaks["elastic"] == 4000
-    assert footprint.peak == 4000
-
-
-@pytest.mark.long
-def test_checkpoints_are_shared_out_over_tensor_parallel_ranks() -> None:
-    layers, width, tokens = 3, 512, 4 * 256
-    source = of_shape("gpt2", Shape(layers, width, 8, 256, 512))
-
-    def highest(**more: Any) -> int:
-        given = config(0, precision="fp32") | {"train_micro_batch_size_per_gpu": 4}
-        given["activation_checkpointing"] = {"policy": "recompute", **more}
-        told = dry_run(source, given, ranks=1, tensor=4, gpu=True)
-        return next(line.highest for line in told.memory if line.category == "activations")
-
-    # Each of four keeps a quarter of every checkpoint, and has one whole while it is needed.
-    checkpoint = 4 * tokens * width
-    assert highest() - highest(partition_activations=True) >= (layers * 3 / 4 - 1) * checkpoint
+    assert footprint.peaks["elastic"] == 4000 == footprint.peak

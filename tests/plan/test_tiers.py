@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import functools
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.plan.measured import ALONE, config, make, measure
+from tests.plan.measured import config, make, measure, placed
 from tests.tiers.rows import ROWS
 
 from wherry import config as configs
@@ -30,28 +29,6 @@ CHOSEN = {
 # Weights that come up for the forward, and for the backward again.
 UPS = {"offload-2": 1, "offload-3-parameters": 2, "infinity": 2}
 
-PLACED = ROWS | {"disk-1": (1, "nvme", "none")}
-
-
-def placed(
-    row: str,
-    folder: Path,
-    accumulation: int = 1,
-    clip: float = 1.0,
-    buckets: dict[str, int] = ALONE,
-    ratio: float = 1.0,
-    **more: Any,
-) -> dict[str, Any]:
-    stage, optimizer, param = PLACED[row]
-    zero: dict[str, Any] = {"stage": stage, "stage3_param_persistence_threshold": 0} | buckets
-    for name, device in (("offload_optimizer", optimizer), ("offload_param", param)):
-        zero[name] = {"device": device} | ({"nvme_path": str(folder)} if device == "nvme" else {})
-    if optimizer != "none":
-        zero["offload_optimizer"]["ratio"] = ratio
-    if param == "nvme":
-        zero["offload_param"]["max_in_cpu"] = 0
-    return config(stage, accumulation, gradient_clipping=clip, zero_optimization=zero, **more)
-
 
 def by_place(lines: Any) -> dict[tuple[str, str], Line]:
     return {(line.category, line.tier): line for line in lines}
@@ -59,7 +36,7 @@ def by_place(lines: Any) -> dict[tuple[str, str], Line]:
 
 @pytest.mark.parametrize("row", CHOSEN)
 def test_a_dry_run_holds_and_moves_what_an_engine_does(row: str, tmp_path: Path) -> None:
-    given, gpu = placed(row, tmp_path), CHOSEN[row]
+    given, gpu = placed(*ROWS[row], tmp_path, gradient_clipping=1.0), CHOSEN[row]
     # On a GPU one kernel updates a segment.
     real = measure(given, 2, gpu=gpu, optimizer=partial(torch.optim.AdamW, fused=True) if gpu else torch.optim.AdamW)[0]
     told = count(find(make), configs.load(given), ranks=2, sequence=24, gpu=gpu)
@@ -89,12 +66,6 @@ HOST: dict[str, dict[str, Any]] = {
 }
 
 
-@functools.cache
-def kept_on_device() -> Line:
-    told = count(find(make), configs.load(config(1)), ranks=2, sequence=24, gpu=True)
-    return by_place(told.lines(gpu=True))["activations", "device"]
-
-
 @pytest.mark.parametrize("block", HOST.values(), ids=HOST)
 def test_activations_that_are_put_on_the_host_are_counted_there(block: dict[str, Any]) -> None:
     given = config(1, activation_checkpointing=block, optimizer={"type": "SGD", "params": {"lr": 0.1}})
@@ -102,7 +73,8 @@ def test_activations_that_are_put_on_the_host_are_counted_there(block: dict[str,
     real = by_place(measure(given, 2, gpu=True, optimizer=torch.optim.SGD)[0].lines(gpu=True))
     for place in (("buffers", "host"), ("activations", "device")):
         assert told[place].highest == pytest.approx(real[place].highest, rel=0.03), place
-    assert told["activations", "device"].highest < kept_on_device().highest
+    kept = by_place(count(find(make), configs.load(config(1)), ranks=2, sequence=24, gpu=True).lines(gpu=True))
+    assert told["activations", "device"].highest < kept["activations", "device"].highest
 
 
 def test_activations_on_disk_are_counted_there(tmp_path: Path) -> None:

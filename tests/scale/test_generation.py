@@ -6,16 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import (
-    engine_of,
-    gathered,
-    make_model,
-    on_ranks,
-    settings,
-    token_batch,
-    train,
-    train_plain,
-)
+from tests.engine.harness import engine_of, gathered, make_model, on_ranks, settings, token_batch, train, train_plain
 
 import wherry
 from wherry.errors import WherryError
@@ -41,6 +32,9 @@ def test_many_forwards_gather_once_and_their_number_may_differ_between_ranks() -
                         engine.backward(engine(*token_batch(0, 0, 0)))
                 assert gathered(engine) == 0
             losses += train(engine, step + 1, step)
+        with pytest.raises(KeyError), wherry.gathered_for_generation(engine), wherry.gathered_for_generation(engine):
+            raise KeyError("stop")
+        assert gathered(engine) == 0, "an exception releases the weights"
         return losses
 
     losses = [sum(step) / 2 for step in zip(*on_ranks(use), strict=True)]
@@ -48,25 +42,14 @@ def test_many_forwards_gather_once_and_their_number_may_differ_between_ranks() -
 
 
 def test_held_weights_do_not_change() -> None:
-    model = make_model()
-    engine = engine_of(model, settings(2))
+    engine = engine_of(make_model(), settings(2))
     engine.backward(engine(*token_batch(0, 0, 0)))
     with wherry.gathered_for_generation(engine):
-        with pytest.raises(WherryError, match="step: weights are held by gathered_for_generation"):
-            engine.step()
-        with pytest.raises(WherryError, match="offload_states: weights are held by gathered_for_generation"):
-            engine.offload_states()
+        for call in (engine.step, engine.offload_states):
+            with pytest.raises(WherryError, match=f"{call.__name__}: weights are held by gathered_for_generation"):
+                call()
     engine.step()
     assert engine.global_steps == 1
     with wherry.gathered_for_generation(engine):
         engine.close()
     assert engine.closed
-
-
-def test_an_exception_inside_releases_the_weights() -> None:
-    def use(engine: Any) -> None:
-        with pytest.raises(KeyError), wherry.gathered_for_generation(engine), wherry.gathered_for_generation(engine):
-            raise KeyError("stop")
-        assert gathered(engine) == 0
-
-    on_ranks(use)

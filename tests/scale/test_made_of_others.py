@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import warnings
 from typing import Any
 
 import pytest
@@ -22,12 +20,6 @@ def _shared(model: nn.Module) -> None:
     model.one.weight.data.mul_(2)  # both, as they share memory
 
 
-def _after_gathered(model: nn.Module) -> None:
-    with wherry.gathered(model.one):
-        assert bool(model.one.weight.isfinite().all())
-    model.two.weight = nn.Parameter(model.one.weight)
-
-
 def _inside_gathered(model: nn.Module) -> None:
     with wherry.gathered(model.one.weight):
         model.two.weight = nn.Parameter(model.one.weight.detach().clone())
@@ -40,12 +32,7 @@ def _kept_and_used(model: nn.Module) -> None:
     with wherry.gathered(model.one.weight):
         pass
     model.two.weight = nn.Parameter(made + model.two.weight)
-    model.third = made
-
-
-def _in_containers(model: nn.Module) -> None:
-    model.several = nn.ParameterList([nn.Parameter(model.one.weight), nn.Parameter(model.two.bias)])
-    model.register_parameter("joined", nn.Parameter(torch.cat([model.one.weight, model.two.weight])))
+    model.several = nn.ParameterList([nn.Parameter(model.two.bias), made])
 
 
 def _slices(model: nn.Module) -> None:
@@ -71,28 +58,10 @@ def _initialized_slices(model: nn.Module) -> None:
         first += 1
 
 
-def _tied(model: nn.Module) -> None:
-    model.two.weight = model.one.weight
-    model.third = model.one.weight
-
-
-def _normed(model: nn.Module) -> None:
-    nn.utils.parametrizations.weight_norm(model.one)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        nn.utils.weight_norm(model.two)
-
-
 def _loaded(model: nn.Module) -> None:
     model.two.load_state_dict(model.one.state_dict())
     model.third = nn.Linear(4, 4)
     model.third.load_state_dict({name: 2 * value for name, value in model.one.state_dict().items()}, assign=True)
-
-
-def _copied(model: nn.Module) -> None:
-    model.copies = nn.ModuleList(copy.deepcopy(model.one) for _ in range(3))
-    model.again = copy.deepcopy(model.copies)
-    model.other = copy.copy(model.two.weight)
 
 
 def _converted(model: nn.Module) -> None:
@@ -100,10 +69,7 @@ def _converted(model: nn.Module) -> None:
     model.two.weight = nn.Parameter(model.one.weight.float())
 
 
-WAYS = [
-    _shared, _after_gathered, _inside_gathered, _kept_and_used, _in_containers, _slices, _data, _initialized_slices,
-    _tied, _normed, _loaded, _copied, _converted,
-]  # fmt: skip
+WAYS = [_shared, _inside_gathered, _kept_and_used, _slices, _data, _initialized_slices, _loaded, _converted]
 
 
 def _numbered(module: nn.Module, start: float) -> nn.Module:
@@ -134,19 +100,19 @@ def test_parameters_made_of_others(way: Any) -> None:
 
     def body(comm: Comm) -> None:
         for nested in (False, True):
+
+            def inside(model: nn.Module, nested: bool = nested) -> None:
+                with wherry.Init(STAGE3, mesh=comm, enabled=nested):
+                    way(model)
+
             with wherry.Init(STAGE3, mesh=comm):
-                model = Made((lambda m: _inside(comm, way, m)) if nested else way)
+                model = Made(inside)
             assert all(bool(p.detach().isnan().all()) for p in model.parameters())
             assert_same(whole(model), plain)
             state = _engine_state(model, comm)
             assert_same({name: state[name] for name in plain}, plain)
 
     run_ranks(2, body)
-
-
-def _inside(comm: Comm, way: Any, model: nn.Module) -> None:
-    with wherry.Init(STAGE3, mesh=comm):
-        way(model)
 
 
 def _engine_state(model: nn.Module, comm: Comm) -> dict[str, torch.Tensor]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import TinyLM, assert_same, settings
-from tests.scale.live import LiveBytes
+from tests.engine.harness import TinyLM, assert_same, engine_of, settings, train, train_plain
+from tests.models import MODELS, sgd, vectors
 from tests.scale.test_init import STAGE3, assert_nothing_is_left, whole
 from torch import nn
 
@@ -15,6 +15,12 @@ import wherry
 from wherry.errors import WherryError
 from wherry.parallel.comm import Comm
 from wherry.testing import run_ranks
+
+
+def initialized(model: nn.Module, stage: int = 3, **more: Any) -> dict[str, torch.Tensor]:
+    """Initialize a model by an engine; its values."""
+    with wherry.initialize(model=model, config=settings(stage, more=more))[0] as engine:
+        return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
 
 def test_a_build_on_the_meta_device_draws_nothing() -> None:
@@ -36,54 +42,14 @@ def test_a_build_on_the_meta_device_draws_nothing() -> None:
     states = []
     for each in (model, other):
         torch.manual_seed(5)
-        engine, *_ = wherry.initialize(model=each, config=STAGE3)
-        states.append(whole(each))
-        engine.close()
+        states.append(initialized(each))
     assert_same(*states)
     with wherry.Init(meta=True, enabled=False):
         assert not nn.Linear(2, 2).weight.is_meta
     assert_nothing_is_left()
 
 
-def test_a_model_on_the_meta_device_is_initialized_by_its_own_code() -> None:
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.embed = nn.Embedding(9, 8)
-            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8)) for _ in range(3))
-            self.norm = nn.BatchNorm1d(8)
-            self.head = nn.Linear(8, 9, bias=True)
-            self.head.weight = self.embed.weight
-
-        def forward(self, ids: torch.Tensor) -> torch.Tensor:
-            x = self.embed(ids)
-            for block in self.blocks:
-                x = torch.tanh(block(x))
-            return self.head(self.norm(x)).logsumexp(-1).mean()
-
-    with torch.device("meta"):
-        model = Model()
-    model.embed.weight.mark = "mine"
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
-    with LiveBytes() as live:
-        engine, *_ = wherry.initialize(model=model, optimizer=optimizer, config=STAGE3)
-    assert live.peak > 0
-    state = engine.module.state_dict()
-    assert all(bool(value.isfinite().all()) for value in state.values())
-    assert state["embed.weight"].std() > 0.5, "an embedding's own initialization is normal"
-    assert model.head.weight is model.embed.weight and model.embed.weight.mark == "mine"
-    assert torch.equal(state["norm.running_var"], torch.ones(8))
-    ids = torch.randint(0, 9, (6,))
-    losses = []
-    for _ in range(3):
-        loss = engine(ids)
-        engine.backward(loss)
-        engine.step()
-        losses.append(float(loss.detach()))
-    assert losses[2] < losses[0]
-
-
-def test_tied_weights_are_drawn_once() -> None:
+def test_a_model_on_the_meta_device_is_initialized_by_its_own_code_and_tied_weights_once() -> None:
     drawn = []
 
     class Head(nn.Linear):
@@ -92,63 +58,66 @@ def test_tied_weights_are_drawn_once() -> None:
             super().reset_parameters()
 
     with torch.device("meta"):
-        model = nn.Sequential(nn.Embedding(9, 8), Head(8, 9, bias=False), Head(8, 9))
+        model = nn.Sequential(nn.Embedding(9, 8), nn.BatchNorm1d(8), Head(8, 9, bias=False), Head(8, 9))
         drawn.clear()
-        model[1].weight = model[2].weight = model[0].weight
+        model[2].weight = model[3].weight = model[0].weight
+    model[0].weight.mark = "mine"
     engine, *_ = wherry.initialize(model=model, config=STAGE3)
     assert drawn == [True], "a head without a bias has nothing of its own"
     state = engine.module.state_dict()
-    assert bool(state["2.bias"].isfinite().all())
+    assert all(bool(value.isfinite().all()) for value in state.values())
     assert state["0.weight"].std() > 0.5, "an embedding's own initialization is normal"
+    assert model[3].weight is model[0].weight and model[0].weight.mark == "mine"
+    assert torch.equal(state["1.running_var"], torch.ones(8))
 
 
 def test_recurrent_layers_know_their_weights() -> None:
     """Materialize layers that refer to their weights in a list, and weakly."""
-
-    class Model(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.LSTM(4, 8, num_layers=2, bidirectional=True)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.layer(x)[0].square().mean()
-
     with wherry.Init(config=STAGE3, meta=True):
-        model = Model()
-    engine, *_ = wherry.initialize(model=model, optimizer=torch.optim.AdamW(model.parameters()), config=STAGE3)
-    plain = Model()
+        model = MODELS["recurrent"]()
+    engine = engine_of(model, STAGE3, optimizer=sgd)
+    plain = MODELS["recurrent"]()
     plain.load_state_dict(whole(model))
-    optimizer = torch.optim.AdamW(plain.parameters())
-    x = torch.randn(5, 3, 4)
-    for _ in range(3):
-        loss, expected = engine(x), plain(x)
-        engine.backward(loss)
-        engine.step()
-        expected.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        torch.testing.assert_close(loss, expected)
+    expected = train_plain(plain, steps=3, batch=vectors, optimizer=sgd)
+    assert train(engine, 3, batch=vectors) == pytest.approx(expected.losses, rel=1e-5)
     engine.close()
 
 
-def test_modules_that_cannot_be_materialized_are_named() -> None:
-    class Bare(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.scale = nn.Parameter(torch.ones(4))
+class Bare(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
 
-    class Forgetful(nn.Linear):
-        def __init__(self) -> None:
-            super().__init__(4, 4)
-            self.register_buffer("table", torch.arange(4.0))
 
+class Forgetful(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("table", torch.arange(4.0))
+
+
+class Half(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.drawn, self.forgotten = nn.Parameter(torch.empty(4, 4)), nn.Parameter(torch.empty(4, 4))
+
+    def reset_parameters(self) -> None:
+        nn.init.ones_(self.drawn)
+
+
+@pytest.mark.parametrize(
+    ("kinds", "stage", "bf16", "message"),
+    [
+        ((Bare, Bare), 3, False, r"2 of its modules have no reset_parameters.*0 \(Bare\), 1 \(Bare\).*Init"),
+        ((Forgetful,), 3, False, r"0: reset_parameters\(\) of Forgetful has left table without values"),
+        ((Half,), 0, True, r"0: reset_parameters\(\) of Half has left forgotten without values"),
+        ((Half,), 3, False, r"0: reset_parameters\(\) of Half has left forgotten without values"),
+    ],
+)
+def test_values_that_are_never_set_are_named(kinds: Any, stage: int, bf16: bool, message: str) -> None:
     with torch.device("meta"):
-        bare = nn.Sequential(nn.Linear(4, 4), Bare(), Bare())
-        forgetful = nn.Sequential(Forgetful())
-    with pytest.raises(WherryError, match=r"2 of its modules have no reset_parameters.*1 \(Bare\), 2 \(Bare\).*Init"):
-        wherry.initialize(model=bare, config=STAGE3)
-    with pytest.raises(WherryError, match=r"0: reset_parameters\(\) of Forgetful has left table without values"):
-        wherry.initialize(model=forgetful, config=STAGE3)
+        model = nn.Sequential(*(kind() for kind in kinds), nn.Linear(4, 4))
+    with pytest.raises(WherryError, match=message):
+        initialized(model, stage, bf16={"enabled": bf16})
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -167,28 +136,9 @@ def test_an_initializer_reads_and_sets_buffers_that_are_in_memory(stage: int) ->
 
     with torch.device("meta"):
         model = nn.Sequential(Scaled(), nn.Linear(4, 4))
-    engine, *_ = wherry.initialize(model=model, config=settings(stage))
-    state = engine.module.state_dict()
+    state = initialized(model, stage)
     assert torch.equal(state["0.weight"], torch.full((4, 4), 0.5))
     assert (float(state["0.std"]), float(state["0.seen"])) == (0.5, 7.0)
-
-
-@pytest.mark.parametrize(
-    ("stage", "more"), [(0, {"bf16": {"enabled": True}}), (3, {}), (3, {"bf16": {"enabled": True}})]
-)
-def test_a_parameter_left_without_values_is_named(stage: int, more: dict[str, Any]) -> None:
-    class Half(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.drawn, self.forgotten = nn.Parameter(torch.empty(4, 4)), nn.Parameter(torch.empty(4, 4))
-
-        def reset_parameters(self) -> None:
-            nn.init.ones_(self.drawn)
-
-    with torch.device("meta"):
-        model = nn.Sequential(Half(), nn.Linear(4, 4))
-    with pytest.raises(WherryError, match=r"0: reset_parameters\(\) of Half has left forgotten without values"):
-        wherry.initialize(model=model, config=settings(stage, more=more))
 
 
 def test_meta_and_init_together_on_several_ranks() -> None:

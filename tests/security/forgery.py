@@ -1,8 +1,7 @@
-"""Hostile checkpoints: a whole one that is changed, with checksums that match again."""
+"""A checkpoint that is changed, with checksums that match again."""
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 import shutil
@@ -11,10 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.security.hostile import content
 from torch import nn
 
 import wherry
-from wherry.checkpoint import files
+from wherry.checkpoint.files import BLOCK
 from wherry.native.checksum import crc32
 
 CONFIG = {
@@ -72,71 +72,40 @@ def everything(engine: Any) -> bytes:
 
 
 class Forgery:
-    """A checkpoint in memory: change it, then `write` it."""
+    """A checkpoint of one rank in memory: change it, then `write` it."""
 
     def __init__(self, source: Path) -> None:
         self.manifest: dict[str, Any] = json.loads((source / "manifest.json").read_text())
-        self.headers: dict[str, Any] = {}
-        self.data: dict[str, bytes] = {}
-        for name, record in self.manifest["files"].items():
-            content = (source / name).read_bytes()
-            self.headers[name] = json.loads(content[8 : record["data_start"]])
-            self.data[name] = content[record["data_start"] :]
-        self.file = next(iter(self.headers))
+        ((self.file, record),) = self.manifest["files"].items()
+        whole = (source / self.file).read_bytes()
+        self.header: Any = json.loads(whole[8 : record["data_start"]])
+        self.data = whole[record["data_start"] :]
 
-    def copy(self) -> Forgery:
-        return copy.deepcopy(self)
-
-    # Parts that cases change.
-
-    @property
-    def header(self) -> dict[str, Any]:
-        return self.headers[self.file]
-
-    @property
-    def entries(self) -> dict[str, Any]:
-        return self.manifest["entries"]
-
-    @property
-    def piece(self) -> dict[str, Any]:
-        """The one slice of the first weight."""
-        return self.entries["first.weight"]["states"]["weight"][0]
-
-    @property
-    def engine(self) -> dict[str, Any]:
-        return self.manifest["engine"]
-
-    def add(self, name: str, dtype: str, shape: list[int], data: bytes) -> None:
-        """One more tensor in the file."""
-        end = len(self.data[self.file])
-        self.header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [end, end + len(data)]}
-        self.data[self.file] += data
+    def add(self, name: str, shape: list[int], data: bytes) -> None:
+        """Add a tensor of fp32 to the file."""
+        end = len(self.data)
+        self.header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [end, end + len(data)]}
+        self.data += data
 
     def write(self, folder: Path) -> Path:
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        for name, header in self.headers.items():
-            text = header if isinstance(header, bytes) else json.dumps(header).encode()
-            text = text.ljust(-(-(8 + len(text)) // 4096) * 4096 - 8)
-            start = len(text).to_bytes(8, "little") + text
-            (folder / name).write_bytes(start + self.data[name])
-            if name in (self.manifest.get("files") or {}):
-                data, size = self.data[name], files.BLOCK
-                blocks = [crc32(data[at : at + size]) for at in range(0, len(data), size)]
-                self.manifest["files"][name] |= {
-                    "bytes": len(start) + len(data),
-                    "data_start": len(start),
-                    "header_crc32": crc32(start),
-                    "blocks": blocks,
-                }
-        self.write_manifest(folder)
+        text = content(self.header)
+        text = text.ljust(-(-(8 + len(text)) // 4096) * 4096 - 8)
+        start = len(text).to_bytes(8, "little") + text
+        (folder / self.file).write_bytes(start + self.data)
+        self.manifest["files"][self.file] |= {
+            "bytes": len(start) + len(self.data),
+            "data_start": len(start),
+            "header_crc32": crc32(start),
+            "blocks": [crc32(self.data[at : at + BLOCK]) for at in range(0, len(self.data), BLOCK)],
+        }
+        sign(folder, self.manifest | {"sha256": "0" * 64})
         return folder
 
-    def write_manifest(self, folder: Path) -> None:
-        sign(folder, json.dumps({**self.manifest, "sha256": "0" * 64}))
 
-
-def sign(folder: Path, text: str) -> None:
-    """A manifest of any text, with the checksum that it must have."""
-    digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
-    (folder / "manifest.json").write_text(text.replace("0" * 64, digest, 1))
+def sign(folder: Path, manifest: Any) -> None:
+    """Write a manifest of any content, with the checksum that it must have where it has one."""
+    text = content(manifest)
+    digest = hashlib.sha256(text).hexdigest().encode()
+    (folder / "manifest.json").write_bytes(text.replace(b"0" * 64, digest, 1))

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 DROP, REPEAT, SWAP = object(), object(), object()
-# Written behind a key that `text` writes a second time without it.
+# Written behind a key that `content` writes a second time without it.
 _MARK = "\ue000"
 
 
@@ -32,8 +32,8 @@ class Runs:
 SPARSE = torch.ones(3).to_sparse()
 VAST = torch.ones(1).expand(10**9, 1000)  # 4 TB in one element of storage
 
-_ENDLESS: list[Any] = []
-_ENDLESS.append(_ENDLESS)
+ENDLESS: list[Any] = []
+ENDLESS.append(ENDLESS)
 
 BAD: dict[str, list[Any]] = {
     "numbers": [-1, 0.5, 1 << 40, 10**24, float("nan"), float("inf"), True],
@@ -43,7 +43,7 @@ BAD: dict[str, list[Any]] = {
 }
 # Values that only a pickle holds.
 PICKLED: dict[str, list[Any]] = {
-    "objects": [Runs(), SimpleNamespace(a=1), _ENDLESS, b"x", {1}],
+    "objects": [Runs(), SimpleNamespace(a=1), ENDLESS, b"x", {1}],
     "tensors": [
         SPARSE, VAST, torch.empty(3, device="meta"), torch.ones(2, dtype=torch.complex64).conj(), torch.ones(3, 3),
         torch.ones(9, dtype=torch.int32), torch.tensor(-1.0), torch.tensor(float("nan")),
@@ -58,6 +58,10 @@ def paths(tree: Any, path: tuple[Any, ...] = (), *, most: int = 2) -> Iterator[t
     if isinstance(tree, dict | list):
         for key in list(tree) if isinstance(tree, dict) else range(min(most, len(tree))):
             yield from paths(tree[key], (*path, key), most=most)
+
+
+def name(path: tuple[Any, ...]) -> str:
+    return "/".join(map(str, path))
 
 
 def changed(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
@@ -81,6 +85,6 @@ def changed(tree: Any, path: tuple[Any, ...], value: Any) -> Any:
     return tree
 
 
-def text(tree: Any) -> str:
-    """JSON with the keys that are repeated, and with NaN and Infinity as Python writes them."""
-    return json.dumps(tree).replace(json.dumps(_MARK)[1:-1], "")
+def content(tree: Any) -> bytes:
+    """Bytes as they are; other values as JSON with repeated keys, and with NaN and Infinity as Python writes them."""
+    return tree if isinstance(tree, bytes) else json.dumps(tree).replace(json.dumps(_MARK)[1:-1], "").encode()

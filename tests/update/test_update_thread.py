@@ -84,12 +84,11 @@ def test_ctrl_c_in_an_update_is_raised_once_and_told_of_from_then_on() -> None:
 
 
 def test_ctrl_c_in_a_wait_leaves_what_is_waited_for_as_it_is() -> None:
-    waits = iter([KeyboardInterrupt(), None])
+    errors = [KeyboardInterrupt()]
 
     def wait() -> None:
-        error = next(waits)
-        if error is not None:
-            raise error
+        if errors:
+            raise errors.pop()
 
     ticket = CallbackTicket(wait, lambda: False)
     with pytest.raises(KeyboardInterrupt):

@@ -7,8 +7,11 @@ def body(comm):
     ...
 
 results = run_ranks(4, body)
+
+`comm.traffic` counts collectives and their bytes; `small_sizes(bucket=1)` gives tiny models the paths of large ones.
 """
 
 from wherry.testing.ranks import ThreadComm, run_grid, run_ranks
+from wherry.testing.sizes import small_sizes
 
-__all__ = ["ThreadComm", "run_grid", "run_ranks"]
+__all__ = ["ThreadComm", "run_grid", "run_ranks", "small_sizes"]

@@ -2,63 +2,57 @@
 
     PYTHONPATH=. .venv/bin/python -m tests.security.by_hand.kills --times 200 --seed 0
 
-A process loads the newest checkpoint, and trains and saves until it is killed; the next goes on from there. Each says
-what it is about to do and what it has, and that is compared with the same training undisturbed, to the bit.
+A process loads the newest checkpoint, and trains and saves until it is killed; the next goes on from there. Each
+reports what it is about to do and its states, which are compared with the same training undisturbed, to the bit.
 """
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import random
+import shutil
 import sys
 import time
 from collections import Counter
-from dataclasses import dataclass, field
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from tests.security.by_hand import Findings, begin_process, build, digest, forks, in_fork, parser, scratch, train, zero
+from tests.security.by_hand import Findings, build, digest, forked, in_fork, parser, scratch, train, zero
 
 from wherry.checkpoint import folder as folders
 from wherry.checkpoint.errors import CheckpointError
 
 KEEP = 2
-# Steps of one training; when it has made them, the next begins in an empty folder.
-STEPS = 40
-# Steps between those whose states are compared.
-EVERY = 5
-# Seconds in which a process is killed, from its start or from when it has loaded.
-SECONDS = 0.25
+# Steps of one training, after which the next begins in an empty folder, and steps between comparisons of the states.
+STEPS, EVERY = 40, 5
+SECONDS = 0.25  # in which a process is killed, from its start or from its load
 
 
-@dataclass
-class Setting:
+class Setting(NamedTuple):
     stage: int = 0
     behind: bool = False
     tag: str | None = None
-    more: dict[str, Any] = field(default_factory=zero)
+    more: dict[str, Any] = zero()
 
     def engine(self, disk: Path) -> Any:
-        self.more["wherry"]["checkpoint"] = {"keep_last": KEEP, "async_save": self.behind}
-        return build(self.stage, 1, self.more, disk)
+        own = self.more["wherry"] | {"checkpoint": {"keep_last": KEEP, "async_save": self.behind}}
+        return build(self.stage, 1, self.more | {"wherry": own}, disk)
 
 
 SETTINGS = {
     "plain": Setting(),
-    "plain-async": Setting(behind=True),
-    "one-tag": Setting(tag="last"),
     "one-tag-async": Setting(tag="last", behind=True),
-    "disk": Setting(more=zero("nvme")),
     "disk-async": Setting(more=zero("nvme"), behind=True),
-    "host-async": Setting(more=zero("cpu"), behind=True),
     "stage3": Setting(3),
-    "stage3-async": Setting(3, behind=True),
     "infinity": Setting(3, more=zero("nvme", "nvme")),
 }
 
 
-def undisturbed(setting: Setting, folder: Path) -> list[str]:
+def undisturbed(setting: Setting, disk: Path) -> list[str]:
     """The states after each step."""
-    engine = setting.engine(folder)
+    engine = setting.engine(disk)
     found = [digest(engine)]
     for _ in range(STEPS):
         train(engine)
@@ -68,139 +62,77 @@ def undisturbed(setting: Setting, folder: Path) -> list[str]:
 
 
 def live(setting: Setting, folder: Path, disk: Path, tell: Any) -> None:
-    """Go on from what is there, until the end. Every message is a moment: what comes next, the step, the states."""
-    begin_process()
-    tell.send(("begins", 0, "", []))
+    """Go on from the newest checkpoint to the end. Every message is a moment: what comes next, the step, the states."""
     engine = setting.engine(disk)
-    tell.send(("loads", 0, "", []))
+    tell.send(("loads", 0, ""))
     engine.load_checkpoint(folder)
-    tell.send(("trains", engine.global_steps, digest(engine), names(folder)))
+    tell.send(("trains", engine.global_steps, digest(engine)))
     while engine.global_steps < STEPS:
         train(engine)
-        tell.send(("saves", engine.global_steps, "" if engine.global_steps % EVERY else digest(engine), []))
+        tell.send(("saves", engine.global_steps, "" if engine.global_steps % EVERY else digest(engine)))
         engine.save_checkpoint(folder, tag=setting.tag)
-        tell.send(("trains", engine.global_steps, "", names(folder)))
+        tell.send(("trains", engine.global_steps, ""))
     engine.close()
-    tell.send(("ended", engine.global_steps, "", []))
+    tell.send(("ended", engine.global_steps, ""))
 
 
-def names(folder: Path) -> list[str]:
-    return sorted(
-        entry.name + ("" if entry.is_file() or any(entry.iterdir()) else "/empty") for entry in folder.iterdir()
-    )
-
-
-class Killer:
-    """One setting: its folder, how far it has come, and what of it is wrong."""
-
-    def __init__(self, name: str, folder: Path, rng: random.Random, findings: Findings) -> None:
-        self.name, self.setting, self.rng, self.findings = name, SETTINGS[name], rng, findings
-        self.home = folder / name
-        self.disk = self.home / "disk"
-        self.disk.mkdir(parents=True)
-        self.oracle = in_fork(undisturbed, self.setting, self.disk)
-        self.rounds = self.lost = 0
-        self.moments: Counter[str] = Counter()
-        self.begin_anew()
-
-    def begin_anew(self) -> None:
-        self.rounds += 1
-        self.steps = 0
-        self.folder = self.home / f"round{self.rounds}"
-        self.folder.mkdir()
-        self.promised = 0
-
-    def wrong(self, kind: str, details: str = "") -> None:
-        self.findings.add(self.name, kind, f"kill {sum(self.moments.values())}, step {self.promised}: {details}")
-
-    def kill_once(self) -> None:
-        hear, tell = forks.Pipe(duplex=False)
-        process = forks.Process(target=live, args=(self.setting, self.folder, self.disk, tell))
-        process.start()
-        tell.close()
-        heard: list[tuple[str, int, str, list[str]]] = []
-        # One in five dies before it has loaded, perhaps.
-        if self.rng.random() < 0.8:
-            try:
-                while not heard or heard[-1][0] != "trains":
-                    heard.append(hear.recv())
-            except EOFError:
-                pass
-        time.sleep(self.rng.uniform(0.0, SECONDS))
+def killed(setting: Setting, folder: Path, disk: Path, rng: random.Random) -> tuple[list[tuple[str, int, str]], int]:
+    """What a process had sent when it was killed, one in five perhaps before it had loaded; and its status."""
+    heard: list[tuple[str, int, str]] = [("begins", 0, "")]
+    loads = rng.random() < 0.8
+    with forked(live, setting, folder, disk) as (process, hear), contextlib.suppress(EOFError):
+        while loads and heard[-1][0] in ("begins", "loads"):
+            heard.append(hear.recv())
+        time.sleep(rng.uniform(0.0, SECONDS))
         process.kill()
-        process.join()
-        try:
-            while hear.poll():
-                heard.append(hear.recv())
-        except EOFError:
-            pass
-        hear.close()
-        if process.exitcode not in (0, -9):
-            self.wrong(f"a process ended with status {process.exitcode}", str(heard[-1:]))
-        self.look_at(heard)
-        self.look_at_folder()
-        if heard and heard[-1][0] == "ended":
-            self.begin_anew()
-
-    def look_at(self, heard: list[tuple[str, int, str, list[str]]]) -> None:
-        self.moments[heard[-1][0] if heard else "begins"] += 1
-        for (before, *_), (moment, step, states, there) in zip([("", 0), *heard], heard, strict=False):
-            if states and states != self.oracle[step]:
-                self.wrong(f"other states than undisturbed {'after a load' if before == 'loads' else 'in training'}")
-            if before == "loads":
-                # What is written behind is promised with the next save.
-                if step < self.promised:
-                    self.wrong("a finished checkpoint is lost", f"{self.promised} had been saved, {step} was loaded")
-                left = [name for name in there if name.startswith(".") and not name.endswith("/empty")]
-                if left:
-                    self.wrong("half-written folders are left after a load", ", ".join(left))
-                self.lost = max(self.lost, self.steps - step)
-            elif before == "saves":
-                self.promised = max(self.promised, step - self.setting.behind)
-                tags = [name for name in there if name.startswith("global_step")]
-                if len(tags) > KEEP + self.setting.behind:
-                    self.wrong(f"more than {KEEP} checkpoints after a save", ", ".join(tags))
-            self.steps = step if moment == "trains" else self.steps
-
-    def look_at_folder(self) -> None:
-        """Whatever has a checkpoint's name is whole."""
-        for entry in self.folder.iterdir():
-            if entry.name == folders.LATEST:
-                tag = entry.read_text()
-                if not (self.folder / tag).is_dir() and not list(self.folder.glob(f".{tag}.replaced.*")):
-                    self.wrong("latest names what is not there", tag)
-            elif entry.is_dir() and not entry.name.startswith("."):
-                try:
-                    problems = folders.damage(entry, folders.read_manifest(entry))
-                except CheckpointError as error:
-                    problems = [str(error)]
-                if problems:
-                    self.wrong("a half checkpoint has a name", f"{entry.name}: {problems}")
-
-    def end(self) -> None:
-        """One undisturbed process more, and what it leaves."""
-        in_fork(_finish, self.setting, self.folder, self.disk)
-        left = [name for name in names(self.folder) if name.startswith(".")]
-        empty = len(list(self.home.glob("round*/.*.partial.*")))
-        if [name for name in left if not name.endswith("/empty")]:
-            self.wrong("something is left at the end", ", ".join(left))
-        if swap := [entry.name for entry in self.disk.iterdir() if any(entry.iterdir())]:
-            self.wrong("swap folders are left on the disk", ", ".join(swap))
-        moments = ", ".join(f"{count} {moment}" for moment, count in sorted(self.moments.items()))
-        verdict = f"{self.findings.of(self.name)} wrong" if self.findings.of(self.name) else "all well"
-        print(
-            f"{self.name:14} {sum(self.moments.values())} kills, last heard: {moments}; {self.rounds - 1} trainings "
-            f"ended, at most {self.lost} saved steps lost, {empty} empty folders wait for their day: {verdict}",
-            flush=True,
-        )
+        while hear.poll():
+            heard.append(hear.recv())
+    return heard, process.exitcode
 
 
-def _finish(setting: Setting, folder: Path, disk: Path) -> None:
-    engine = setting.engine(disk)
-    engine.load_checkpoint(folder)
-    train(engine)
-    engine.save_checkpoint(folder, tag=setting.tag)
-    engine.close()
+def damages(folder: Path) -> Iterator[str]:
+    """Checkpoints with a name that are not whole."""
+    for entry in folder.iterdir():
+        if entry.is_dir() and not entry.name.startswith("."):
+            try:
+                yield from folders.damage(entry, folders.read_manifest(entry))
+            except CheckpointError as error:
+                yield str(error)
+
+
+def attack(name: str, times: int, rng: random.Random, home: Path, findings: Findings) -> None:
+    setting, folder, disk = SETTINGS[name], home / "checkpoints", home / "disk"
+    disk.mkdir(parents=True)
+    folder.mkdir()
+    oracle = in_fork(undisturbed, setting, disk)
+    moments: Counter[str] = Counter()
+    saved = 0
+    for number in range(times):
+        heard, status = killed(setting, folder, disk, rng)
+        moments[heard[-1][0]] += 1
+        where = f"kill {number}, {saved} had been saved, {heard[-1]}"
+        if status not in (0, -9):
+            findings.add(name, f"a process ended with status {status}", where)
+        for (before, *_), (_, step, states) in itertools.pairwise(heard):
+            if states and states != oracle[step]:
+                findings.add(name, f"other states than undisturbed, where it {before}", where)
+            if before == "loads" and step < saved:
+                findings.add(name, "a finished checkpoint is lost", f"{where}: {step} was loaded")
+            if before == "saves":  # a save in the background has ended when the next begins
+                saved = max(saved, step - setting.behind)
+        for damage in damages(folder):
+            findings.add(name, "a half checkpoint has a name", f"{where}: {damage}")
+        if heard[-1][0] == "ended":
+            shutil.rmtree(folder)
+            folder.mkdir()
+            saved = 0
+    with forked(live, setting, folder, disk) as (process, _):
+        process.join(120)
+    left = [entry.name for entry in folder.iterdir() if entry.name.startswith(".") and any(entry.iterdir())]
+    if left := [*left, *(entry.name for entry in disk.iterdir() if any(entry.iterdir()))]:
+        findings.add(name, "something is left at the end", ", ".join(left))
+    told = ", ".join(f"{count} {moment}" for moment, count in sorted(moments.items()))
+    print(f"{name:14} {times} kills, last heard: {told}: {findings.verdict(name)}", flush=True)
 
 
 def main() -> int:
@@ -208,15 +140,8 @@ def main() -> int:
     findings = Findings()
     with scratch() as folder:
         for number, name in enumerate(options.only):
-            rng = random.Random(f"{options.seed}/{name}")
-            killer = Killer(name, folder, rng, findings)
             share = options.times // len(options.only) + (number < options.times % len(options.only))
-            for _ in range(share):
-                killer.kill_once()
-            killer.end()
-        left = sorted(entry.name for entry in (folder / "tmp").iterdir())
-        if left:
-            findings.add("all", "temporary files are left", ", ".join(left))
+            attack(name, share, random.Random(f"{options.seed}/{name}"), folder / name, findings)
     return findings.tell()
 
 
