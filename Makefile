@@ -34,8 +34,8 @@ help:
 	@echo "make bench   measure this machine, and Wherry beside DDP, FSDP2 and DeepSpeed: about ten minutes"
 	@echo "make gpu     collect what a GPU machine without a network lacks, and say what to run there; FOR=3.12 is its Python"
 	@echo "make docs    docs/ as a site, in site/"
-	@echo "make lint    ruff, mypy and the floors of the house"
-	@echo "make asan    the native tests under the address and undefined behaviour sanitizers"
+	@echo "make lint    ruff, mypy and the layers of imports"
+	@echo "make asan    the native tests under the address and undefined behavior sanitizers"
 	@echo "make tsan    the native tests under the thread sanitizer"
 	@echo "make clean   remove .venv and what was built"
 
@@ -65,32 +65,33 @@ test-all: $(INSTALLED)
 
 # Tests that start processes or need seconds; those of the wheel run against an installed one.
 test-doors: $(INSTALLED)
-	$(PYTEST) --durations 10 -m 'not fast and not nightly' $(WHEEL_TESTS:%=--ignore %) --ignore tests/gpu $(ARGS)
+	$(PYTEST) -rs --durations 10 -m 'not fast and not nightly' $(WHEEL_TESTS:%=--ignore %) --ignore tests/gpu $(ARGS)
 
 # Property tests draw new examples; by_hand kills and interrupts runs at instants that it draws, and damages their disks.
 test-nightly: $(INSTALLED)
-	$(PYTEST) -m nightly --timeout 1800 $(ARGS)
-	$(PYTEST) -m 'hypothesis and not nightly' --hypothesis-profile search --timeout 1800
-	WHERRY_FUZZ=10000 $(PYTEST) tests/security/test_fuzz.py --timeout 1800
-	$(BIN)/python -m tests.security.by_hand.kills --times 200
-	$(BIN)/python -m tests.security.by_hand.faults
-	$(BIN)/python -m tests.security.by_hand.interrupts
-	$(MAKE) asan
-	$(MAKE) tsan
-	$(MAKE) mutants
+	@ended=0; also() { echo "$$*"; "$$@" || ended=1; }; export OMP_NUM_THREADS=1; \
+	pytest="$(BIN)/python -m pytest -n 2 --dist worksteal -rs --timeout 1800 --cpu-limit 3600"; \
+	also $$pytest -m nightly $(ARGS); \
+	also $$pytest -m 'hypothesis and not nightly' --hypothesis-profile search; \
+	also env WHERRY_FUZZ=10000 $$pytest tests/security/test_fuzz.py; \
+	also $(BIN)/python -m tests.security.by_hand.kills --times 200; \
+	also $(BIN)/python -m tests.security.by_hand.faults; \
+	also $(BIN)/python -m tests.security.by_hand.interrupts; \
+	for part in asan tsan mutants; do also $(MAKE) $$part ARGS=; done; \
+	exit $$ended
 
 mutants: $(INSTALLED)
 	$(BIN)/python -m tests.mutants $(ARGS)
 
 # A device with a memory of its own, whose copies and kernels are late.
 accelerator-test: $(INSTALLED)
-	$(PYTEST) -p tests.accelerator.plugin tests/accelerator tests/gpu $(ARGS)
+	$(PYTEST) -rs -p tests.accelerator.plugin tests/accelerator tests/gpu $(ARGS)
 
 # A wheel of the sdist, in an environment of its own beside the other packages of .venv, and no sources in reach.
 wheel-test: $(INSTALLED)
 	PATH="$(CURDIR)/$(BIN):$$PATH" $(BIN)/python -m tests.installed build/wheel
 	cd build/wheel && venv/bin/wherry --help >/dev/null && venv/bin/python -m wherry version \
-	  && OMP_NUM_THREADS=1 venv/bin/python -m pytest -n 2 --dist worksteal -m 'not fast and not nightly' $(WHEEL_TESTS) $(ARGS)
+	  && OMP_NUM_THREADS=1 venv/bin/python -m pytest -rs -n 2 --dist worksteal -m 'not fast and not nightly' $(WHEEL_TESTS) $(ARGS)
 
 # One that fails says so, and the others go on; Ctrl-C ends all.
 bench: $(PEERS)

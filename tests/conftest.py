@@ -27,6 +27,8 @@ from hypothesis import HealthCheck, settings
 HERE = Path(__file__).parent
 # Seconds that each test file took, written by `pytest --record-durations`.
 DURATIONS = HERE / "durations.json"
+# Of a file that none were recorded for.
+UNKNOWN_SECONDS = 20.0
 PROCESS_FIXTURES = {"forks", "launched", "warm"}
 # multiprocessing's spawn and forkserver raise no event of Python's own; `_audit_multiprocessing` adds one.
 STARTS_PROCESS = {
@@ -135,7 +137,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     # Longest files first: the last tests that a worker takes from another are short.
     seconds = json.loads(DURATIONS.read_text()) if DURATIONS.exists() else {}
     sign = 1 if config.getoption("cheap_first") else -1
-    items.sort(key=lambda item: sign * seconds.get(item.nodeid.partition("::")[0], 0.0))
+    items.sort(key=lambda item: sign * seconds.get(item.nodeid.partition("::")[0], UNKNOWN_SECONDS))
 
 
 def _freeze() -> None:

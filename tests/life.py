@@ -403,6 +403,7 @@ class Leg:
                 for kind in ("master", *MOMENTS[self.case["optimizer"]]):
                     with suppress(WherryError):  # it has none before its first update, or of its kind of parameter
                         kept[f"{name}:{kind}"] = self.engine.states.full(name, kind).cpu()
+        assert kept, "no state is compared"
         with wherry.gathered(self.model):
             return kept | {f"{name}:working": p.detach().cpu().clone() for name, p in self.model.named_parameters()}
 

@@ -5,6 +5,7 @@ python -m tests.rooms          # pytest arguments for the files that differ from
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -17,7 +18,7 @@ ALWAYS = ("tests/test_lives.py", "tests/structure")
 # A room is a folder or a module directly under src/wherry; one that is not named here has the tests of the engine.
 TESTS: dict[str, tuple[str, ...]] = {
     "activations": ("activations",),
-    "checkpoint": ("checkpoint",),
+    "checkpoint": ("checkpoint", "engine/test_optimizer_state.py"),
     "cli": ("cli",),
     "compat": ("compat",),
     "config": ("config",),
@@ -27,18 +28,19 @@ TESTS: dict[str, tuple[str, ...]] = {
     "native": ("native", "disk"),
     "nn": ("nn", "scale", "integrations"),
     "observe": ("observe", "engine"),
-    "offload": ("tiers", "engine"),
+    "offload": ("tiers", "disk", "engine"),
     "offload_states": ("tiers", "engine"),
     "optim": ("update", "native", "engine"),
-    "parallel": ("parallel", "engine"),
+    "parallel": ("parallel", "engine", "security/test_ranks_that_differ.py"),
     "plan": ("plan",),
     "pretrained": ("scale", "finetune"),
-    "sharding": ("engine", "scale", "guard"),
+    "sharding": ("engine", "scale", "guard", "parallel"),
     "sources": ("scale", "plan", "security"),
     "testing": ("testing",),
     "tiers": ("tiers", "disk"),
     "train": ("train",),
     "update": ("update", "engine"),
+    "window": ("engine", "tiers", "scale", "integrations/test_context_parallel.py"),
 }
 ENGINE = ("engine", "tiers", "scale")
 
@@ -66,6 +68,16 @@ def changed_files() -> list[str]:
     return changed or _git("diff", "--name-only", "HEAD~1")
 
 
+def importers(helper: PurePosixPath) -> list[str]:
+    """Test files that import a helper of tests."""
+    name = ".".join(helper.with_suffix("").parts)
+    imports = re.compile(
+        rf"(from|import) {re.escape(name)}\b|from {re.escape(name.rpartition('.')[0])} import .*\b{helper.stem}\b"
+    )
+    paths = (ROOT / "tests").rglob("test_*.py")
+    return [str(path.relative_to(ROOT)) for path in sorted(paths) if imports.search(path.read_text())]
+
+
 def near(changed: Iterable[str]) -> list[str]:
     """Pytest arguments for changed files: the tests of their rooms, and the folders of changed tests."""
     changed = list(changed)
@@ -73,15 +85,19 @@ def near(changed: Iterable[str]) -> list[str]:
     chosen = paths_of(rooms) if rooms else []
     for path in changed:
         parts = PurePosixPath(path).parts
+        if parts[0] == "tests" and path.endswith(".py") and not parts[-1].startswith("test_"):
+            chosen += importers(PurePosixPath(path))
         if parts[0] == "tests" and len(parts) > 2 and (ROOT / "tests" / parts[1]).is_dir() and parts[1] != "mutants":
             chosen.append("/".join(parts[:2]))
         elif parts[0] == "docs" or path.endswith(".md"):
-            chosen.append("tests/docs")
+            chosen += ["tests/docs", "tests/structure"]
         elif parts[0] in ("benchmarks", "examples"):
             chosen.append(f"tests/{parts[0]}")
-        elif parts[0] == "tests" and path.endswith(".py") and (ROOT / path).exists():
-            chosen.append(path if parts[-1].startswith("test_") else "tests")
-    return ["tests"] if "tests" in chosen else list(dict.fromkeys(chosen)) or list(ALWAYS)
+        elif parts[0] == "tests" and parts[-1].startswith("test_") and (ROOT / path).exists():
+            chosen.append(path)
+        elif path == "tests/conftest.py":
+            return ["tests"]
+    return list(dict.fromkeys([*ALWAYS, *chosen]))
 
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -117,6 +118,27 @@ def test_activations_come_back_once_and_their_buffers_return(way: str, tmp_path:
     store.returning.sweep(0)
     assert store.link.host.counters.in_use == 0
     engine.close()
+
+
+def test_a_forward_without_a_backward_frees_results_that_autograd_saved() -> None:
+    results = []
+
+    class Exponent(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.ones(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            result = (x * self.weight).exp()  # it saves its own result
+            results.append(weakref.ref(result))
+            return result
+
+    model, block = nn.Sequential(Exponent(), nn.Linear(4, 1)), {"policy": "offload", "cpu_checkpointing": True}
+    config = settings(2, more={"activation_checkpointing": block, "wherry": {"unit_classes": ["Exponent"]}})
+    with engine_of(model, config) as engine:
+        engine(torch.ones(2, 4))
+        gc.collect()
+        assert [result() for result in results] == [None]
 
 
 def test_outside_of_an_engine() -> None:

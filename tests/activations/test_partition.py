@@ -81,6 +81,7 @@ def test_partitioned_checkpoints(
         assert gathered == blocks * CHECKPOINT
         assert calls["all_gather"] == blocks
         assert calls["all_reduce"] == whole[0][3]["all_reduce"]
+    assert links
     assert [link.bytes_down for link in links] == [STEPS * blocks * CHECKPOINT // tensor] * len(links)
 
 

@@ -13,6 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, load_model
 from tests.checkpoint.harness import BF16, MODEL, Shape, on, save_from, state_of, train
+from torch import nn
 
 import wherry
 from wherry.checkpoint.export import ModelWriter
@@ -46,6 +47,15 @@ def test_export(tmp_path: Path, more: dict[str, Any], capsys: pytest.CaptureFixt
         sizes = [path.stat().st_size for path in out.glob("*.safetensors")]
         assert len(sizes) > 2 and max(sizes) < 2000 + 16384
         assert "19 tensors" in capsys.readouterr().out
+
+
+def test_buffers_keep_their_dtype(tmp_path: Path) -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    with wherry.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1})[0] as engine:
+        engine.save_checkpoint(tmp_path / "in")
+    assert main(["export", str(tmp_path / "in"), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
+    found = load_file(tmp_path / "out" / "model.safetensors")
+    assert found["1.weight"].dtype is torch.bfloat16 and found["1.running_mean"].dtype is torch.float32
 
 
 def test_one_file_loads_with_its_tied_names(tmp_path: Path) -> None:

@@ -167,6 +167,19 @@ def test_flipped_bytes_and_missing_files(tmp_path: Path) -> None:
     assert_same(older, load_into(Shape(), tmp_path, tag="older"))
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_ranks_that_load_check_all_bytes_together(ranks: int, tmp_path: Path) -> None:
+    save_from(Shape(3, 3), tmp_path, steps=1)
+    folder = tmp_path / "global_step1"
+    manifest = folders.read_manifest(folder)
+    for name in manifest.files:
+        whole = (folder / name).read_bytes()
+        (folder / name).write_bytes(whole[:-1] + bytes([whole[-1] ^ 1]))
+        problems = [problem for rank in range(ranks) for problem in folders.damage(folder, manifest, rank, ranks)]
+        assert len(problems) == 1 and name in problems[0], problems
+        (folder / name).write_bytes(whole)
+
+
 def test_which_checkpoint_is_loaded(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """Without `latest` the newest; the folder of a checkpoint itself; none where there is none; never a damaged one."""
 

@@ -7,6 +7,7 @@ import shutil
 import sys
 from collections import namedtuple
 from importlib import metadata
+from unittest import mock
 
 import pytest
 import torch
@@ -92,6 +93,12 @@ def test_versions_that_are_too_old(monkeypatch):
     assert found["accelerate"].verdict == OK and found["not installed"].found == "trl; none is needed"
 
 
+def test_extras_of_an_uninstalled_wherry_are_not_examined(monkeypatch):
+    monkeypatch.setattr(metadata, "requires", mock.Mock(side_effect=metadata.PackageNotFoundError))
+    found = findings()["Wherry"]
+    assert (found.found, found.verdict) == ("run from its sources", NOTE) and "pip install wherry" in found.advice
+
+
 def test_gpus_that_lack_something(monkeypatch):
     """Pretend a torch for GPUs, without any."""
     Device = namedtuple("Device", "name total_memory")
@@ -108,6 +115,13 @@ def test_gpus_that_lack_something(monkeypatch):
     assert old.found.endswith("Some GPU with 8.0 GiB; torch for 12.6")
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
     assert doctor._collectives("it").verdict == PROBLEM and "nccl" in doctor._collectives("it").advice
+
+
+def test_gpus_of_other_kinds_are_named_with_their_memory(monkeypatch):
+    monkeypatch.setattr("wherry.plan.rates.gpus_here", lambda: [torch.device("xpu", index) for index in range(2)])
+    monkeypatch.setattr(torch.xpu, "get_device_name", lambda device: f"Card {device.index}")
+    monkeypatch.setattr(torch.xpu, "mem_get_info", lambda device: (0, device.index << 30))
+    assert findings()["GPU"] == Finding("GPU", "Card 0, Card 1 with 1.0 GiB; torch for xpu")
 
 
 def test_a_machine_without_torch_is_looked_at_all_the_same(monkeypatch):

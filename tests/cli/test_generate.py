@@ -87,6 +87,17 @@ def test_text_is_that_of_the_likeliest_bytes(run, tmp_path, monkeypatch, capsys)
     assert not list(tmp_path.iterdir())
 
 
+def test_text_ends_at_the_end_token_of_the_tokenizer(run, exported, tmp_path, capsys):
+    """The config of the model names no such token."""
+    expected = likeliest(run, "ab", 2)
+    folder = tmp_path / "ends"
+    shutil.copytree(exported, folder)
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": expected[-1]}))
+    assert main(["generate", str(folder), "ab", *GREEDY]) == 0
+    assert len(capsys.readouterr().out) <= len(expected) + 1
+
+
 @pytest.mark.parametrize(
     "flags", [["--offload-param", "cpu"], ["--offload-param", "nvme", "--nvme-path", "disk"]], ids=["cpu", "nvme"]
 )
@@ -170,6 +181,7 @@ PLACES = [
     (4, 2, 99, "", (1, "cpu", "resting in host memory")),
     (4, 20, 99, "--nproc 2", (2, "none", "on 2 ranks, as asked for")),
     (1, 20, 99, "--offload-param nvme --nvme-path d", (1, "nvme", "on 1 rank, resting in d, as asked for")),
+    (0, 0, 9, "", None),
     (2, 3, 9, "", None),
 ]
 

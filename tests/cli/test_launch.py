@@ -178,6 +178,27 @@ def test_an_attempt_before_the_last_shows_its_error_at_once(tmp_path):
     assert done.stderr.count("wherry: a rank failed; all start again (restart 1 of 1)\n") == 1
 
 
+STOPS = """
+import datetime, signal, torch, torch.distributed as dist
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=3))
+dist.all_reduce(torch.ones(1))
+if dist.get_rank() == 1: os.kill(os.getpid(), signal.SIGSTOP)
+dist.all_reduce(torch.ones(1))
+"""
+
+
+def test_a_stopped_rank_is_ended_and_reported_as_the_cause(tmp_path):
+    done = launched("run", "--nproc", 2, script(tmp_path, WRITE_PID + STOPS), timeout=25)  # the agent kills after 30 s
+    assert done.returncode == 1
+    cause, empty, waited = done.stderr.splitlines()
+    stopped = (
+        "wherry: rank 1 was stopped, as SIGSTOP does: it did not answer the others, and the launcher has ended it."
+    )
+    assert (cause, empty) == (stopped, "")
+    assert waited.startswith("rank 0 waited for it: RuntimeError: ") and "Timed out waiting 3000ms for recv" in waited
+    assert gone(pids_in(tmp_path))
+
+
 def test_a_crash_in_native_code_shows_the_python_stack(tmp_path):
     body = (
         WRITE_PID

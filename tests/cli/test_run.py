@@ -5,6 +5,7 @@ import os
 import sys
 from dataclasses import replace
 from types import SimpleNamespace
+from unittest import mock
 
 import psutil
 import pytest
@@ -171,6 +172,15 @@ def test_ranks_on_ray_take_gpus_where_machines_have_some():
     assert shape(of=machines[-1:]) == (1, {"CPU": 1})
     assert shape("--num_nodes", 1, "--num_gpus", 4) == (1, {"CPU": 4, "GPU": 4})
     assert shape("--num_nodes", 3) == (3, {"CPU": 8, "GPU": 8})
+
+
+def test_a_wait_for_machines_of_ray_is_announced(monkeypatch, capsys):
+    group = SimpleNamespace(wait=mock.Mock(side_effect=[False, KeyboardInterrupt]))
+    ray = mock.Mock(**{"util.placement_group.return_value": group})
+    ray.nodes.return_value = [{"Alive": True, "Resources": {"CPU": 8.0, "GPU": 1.0}}]
+    monkeypatch.setitem(sys.modules, "ray", ray)
+    assert main(["--on", "ray", "--nproc", "1", "--num_nodes", "3", "train.py"]) == 130
+    assert capsys.readouterr().err == "wherry: waiting until Ray has 3 machines with 1 CPU and 1 GPU free\n"
 
 
 # Job files.

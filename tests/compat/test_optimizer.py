@@ -162,6 +162,20 @@ def test_a_state_dict_holds_the_masters_once_and_restores_everything(stage, more
     engine.destroy()
 
 
+def test_a_rank_takes_its_own_part_of_a_list_of_states():
+    def body(comm):
+        engine = engine_of(1, mesh=comm, **BF16)
+        step(engine)
+        states = comm.gather_objects(copy.deepcopy(engine.optimizer.state_dict()))
+        before = masters(engine)
+        step(engine, 1)
+        engine.optimizer.load_state_dict(states)
+        assert all(map(torch.equal, masters(engine), before))
+        engine.destroy()
+
+    run_ranks(2, body)
+
+
 def test_the_loss_scale_is_shown_and_set():
     engine = engine_of(1, **FP16)
     optimizer = engine.optimizer
@@ -232,3 +246,35 @@ def test_coalesced_gradients_are_reduced_together_at_the_end():
         with pytest.raises(NotImplementedError, match=message), engine.coalesce_grad_reduction():
             pass
         engine.destroy()
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_sparse_gradients_are_trained_as_dense_ones(stage):
+    tokens, found = torch.tensor([[1, 2, 2], [4, 9, 1]]), []
+    for sparse in (True, False):
+        model = nn.Sequential(nn.EmbeddingBag(10, 4, mode="sum", sparse=sparse), nn.Linear(4, 1))
+        for parameter in model.parameters():
+            nn.init.constant_(parameter, 0.5)
+        engine = engine_of(stage, model=model, sparse_gradients=sparse)
+        for _ in range(2):
+            engine.backward(engine(tokens).mean())
+            engine.step()
+        found.append(masters(engine))
+        engine.destroy()
+    assert all(map(torch.equal, *found))
+
+
+def test_equal_shares_of_gradients_at_stage_3():
+    def body(comm: Any) -> dict[int, dict[int, torch.Tensor]]:
+        engine = engine_of(3, mesh=comm)
+        engine.backward(loss_of(engine))
+        found = engine.optimizer.get_fp32_grad_partitions()
+        engine.destroy()
+        return found
+
+    parts, model = run_ranks(3, body), make_model()
+    model(batch()).mean().backward()
+    for number, parameter in enumerate(model.parameters()):
+        assert {part[0][number].numel() for part in parts} == {-(-parameter.numel() // 3)}
+        whole = torch.cat([part[0][number] for part in parts])
+        torch.testing.assert_close(whole[: parameter.numel()], parameter.grad.flatten())

@@ -13,7 +13,7 @@ from tests.compat.harness import engine_of
 from torch import nn
 
 from wherry.compat import deepspeed as compat
-from wherry.compat.deepspeed import autocast, builders, comm, profiling, tiled
+from wherry.compat.deepspeed import autocast, builders, comm, profiling, runtime_utils, tiled
 from wherry.compat.deepspeed.accelerator import Accelerator, Host
 from wherry.compat.deepspeed.names import ABSENT_MODULES, why_absent
 from wherry.errors import WherryError
@@ -207,3 +207,14 @@ def test_around_an_engine_the_config_decides(monkeypatch: pytest.MonkeyPatch, en
         assert engine(x).dtype is inside and torch.mm(x, x.T).dtype is torch.bfloat16
     assert [text.startswith("torch.autocast is on around") for text in warned] == [True] * (not enabled)
     engine.destroy()
+
+
+@pytest.mark.parametrize("norm_type", [2.0, float("inf")])
+def test_gradients_are_clipped_as_torch_clips_them(alone: None, norm_type: float) -> None:
+    ours, theirs = ([nn.Parameter(torch.zeros(size)) for size in (2, 3, 1)] for _ in range(2))
+    for parameter in (*ours[:2], *theirs[:2]):
+        parameter.grad = torch.arange(1.0, 1.0 + parameter.numel())
+    norm = runtime_utils.clip_grad_norm_(ours, 0.1, norm_type)
+    torch.testing.assert_close(norm, nn.utils.clip_grad_norm_(theirs, 0.1, norm_type))
+    for one, other in zip(ours[:2], theirs[:2], strict=True):
+        torch.testing.assert_close(one.grad, other.grad)

@@ -37,8 +37,12 @@ APART |= {f"{ZERO}.offload_optimizer.nvme_path", f"{ZERO}.offload_param.nvme_pat
 # Other spellings of a value, and the value.
 SPELLINGS = [
     ("steps_per_print", float("inf"), None),
+    ("steps_per_print", "inf", None),
     ("data_types.param_dtype", "bfloat16", "bf16"),
+    ("data_types.buffer_dtype", "torch.float32", "fp32"),
+    ("checkpoint.tag_validation", "Fail", "FAIL"),
     ("bf16.enabled", 1, True),
+    ("bf16.enabled", "True", True),
     ("log_level", "INFO", "info"),
     (f"{ZERO}.stage", True, 1),
     (f"{ZERO}.stage", 2.0, 2),
@@ -304,9 +308,11 @@ def test_dtypes():
 def test_a_schedule_of_type_auto_is_the_one_that_has_the_parameters():
     for params, name in (
         ({"warmup_num_steps": "auto", "total_num_steps": "auto"}, None),
+        ({"warmup_num_steps": 5}, "WarmupLR"),
         ({"warmup_num_steps": 5, "total_num_steps": "auto"}, "WarmupDecayLR"),
         ({"total_num_steps": 50, "cos_min_ratio": 0.1}, "WarmupCosineLR"),
         ({"cycle_min_lr": 0.1, "cycle_max_lr": 1}, "OneCycle"),
+        ({"lr_range_test_min_lr": 0.1}, "LRRangeTest"),
     ):
         config = load({"scheduler": {"type": "auto", "params": params}})
         assert (config.scheduler and config.scheduler.type) == name

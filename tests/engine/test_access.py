@@ -20,6 +20,8 @@ from tests.engine.harness import (
     settings,
     token_batch,
     train,
+    train_plain,
+    train_step,
 )
 
 import wherry
@@ -94,6 +96,21 @@ def test_views_kept_of_gathered_weights_stay_valid(stage: int) -> None:
         assert torch.equal(torch.from_numpy(array), kept)
 
     on_ranks(use, stage=stage)
+
+
+def test_a_backward_outside_of_gathered_of_a_forward_inside_equals_plain() -> None:
+    def use(engine: Any) -> list[float]:
+        losses = []
+        for step in range(2):
+            with wherry.gathered(engine.module.blocks[1]):
+                loss = engine(*token_batch(step, 0, engine.comm.rank))
+            engine.backward(loss)
+            engine.step()
+            losses.append(float(loss.detach()))
+        return losses
+
+    losses = [sum(step) / 2 for step in zip(*on_ranks(use), strict=True)]
+    assert losses == pytest.approx(train_plain(make_model(), ranks=2, steps=2).losses, rel=1e-5)
 
 
 def test_an_edit_that_fails_leaves_a_healthy_engine() -> None:
@@ -212,7 +229,7 @@ def test_gradients_used_in_the_backward_are_refused() -> None:
     on_ranks(use, config={"wherry": {"update_policy": "in_backward"}})
 
 
-@pytest.mark.parametrize(("stage", "master"), [(0, "split"), (2, "split"), (3, "whole")])
+@pytest.mark.parametrize(("stage", "master"), [(0, "split"), (2, "split"), (2, "whole"), (3, "whole")])
 def test_load_state_dict_reaches_shards_and_masters(stage: int, master: str) -> None:
     """Expect the masters of one flat to undo no edit of another in the same update."""
 
@@ -260,6 +277,29 @@ def test_a_call_of_one_rank_alone_is_named_on_every_rank(call: str, tmp_path: Pa
     for text in on_ranks(use):
         assert f"rank 0 wants {call}() " in text and "rank 1 all_gather of " in text
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("call", ["gathered", "settle", "wait_for_checkpoint"])
+def test_a_call_of_one_rank_alone_on_whole_weights_is_named(call: str, tmp_path: Path) -> None:
+    """Call what communicates at stage 2: an edit, a delayed update, the end of an asynchronous save."""
+    own = {"update_policy": "delayed", "delayed_update_warmup": 1, "checkpoint": {"async_save": True}}
+
+    def use(engine: Any) -> str:
+        train(engine, 1)
+        if call == "wait_for_checkpoint":
+            engine.save_checkpoint(tmp_path)
+        with pytest.raises((DivergenceError, PeerError)) as raised:
+            if engine.comm.rank > 0:
+                train_step(engine, 1, 1)
+            elif call == "gathered":
+                wherry.gathered(engine.module.norm, modifier_rank=0).__enter__()
+            else:
+                getattr(engine, call)()
+        return str(raised.value)
+
+    config = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "wherry": own}
+    for text in on_ranks(use, stage=2, config=config):
+        assert f"rank 0 wants {call}() " in text and "rank 1 reduce_scatter of " in text
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

@@ -106,6 +106,17 @@ MAKERS: dict[str, Callable[[Any], Any]] = {
 }
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.int16, torch.bool], ids=str)
+def test_every_rank_begins_with_the_buffers_of_the_first(dtype: torch.dtype) -> None:
+    def body(comm: Comm) -> torch.Tensor:
+        model = nn.Linear(2, 2)
+        model.register_buffer("own", torch.full((3,), comm.rank, dtype=dtype))
+        with wherry.initialize(model=model, config=settings(1), mesh=comm)[0] as engine:
+            return engine.module.own.clone()
+
+    assert torch.equal(run_ranks(2, body)[1], torch.zeros(3, dtype=dtype))
+
+
 @pytest.mark.parametrize(("form", "maker"), list(zip(PARAMETERS, itertools.cycle(MAKERS))))
 def test_parameters_and_optimizers_in_every_form(form: str, maker: str) -> None:
     def batch(step: int, micro: int, rank: int) -> tuple[torch.Tensor]:

@@ -215,6 +215,22 @@ def test_steps_without_a_backward_update_nothing_and_do_not_shift_the_window(cap
     assert applied == [False, True, False, True]
 
 
+@pytest.mark.parametrize("managed", [True, False])
+def test_no_sync_holds_a_step_back(managed: bool) -> None:
+    plain = make_model()
+    engine = engine_of(make_model(), settings(2, more={"managed_gradient_accumulation": managed}), optimizer=sgd)
+    with engine.no_sync():
+        train_step(engine, 0, 0)
+    assert engine.global_steps == 0
+    train_step(engine, 1, 0)
+    optimizer = sgd(plain.parameters())
+    for step in range(2):
+        plain(*token_batch(step, 0, 0)).backward()
+    optimizer.step()
+    assert engine.global_steps == 1
+    assert_near(weights_of(engine), dict(plain.named_parameters()))
+
+
 REFUSED: list[tuple[Callable[[Any], object], str]] = [
     (lambda engine: engine.set_train_batch_size(8), "of which 1 of 2 micro-batches have run"),
     (lambda engine: engine.train_batch(engine.training_dataloader), r"got EpochLoader.*iter\(loader\)"),

@@ -124,11 +124,24 @@ def test_a_load_without_states_keeps_the_counts(tmp_path: Path, module_only: boo
     assert all(float(state["step"]) == 0 for state in engine.optimizer.state_dict()["state"].values())
 
 
-def changed(kind: str) -> Callable[[Any], Any]:
-    """Replace a state of one parameter by a list."""
+@pytest.mark.parametrize("stage", [0, 3])
+def test_frozen_parameters_of_the_optimizer_have_a_number_and_no_state(stage: int) -> None:
+    model = make_model()
+    model.norm.weight.requires_grad_(False)
+    frozen = [name for name, _ in model.named_parameters()].index("norm.weight")
+    engine = engine_of(model, settings(stage), optimizer=OPTIMIZERS["adamw"])
+    train(engine, 1)
+    saved = engine.optimizer.state_dict()
+    assert set(saved["param_groups"][0]["params"]) - set(saved["state"]) == {frozen}
+    engine.optimizer.load_state_dict(copy.deepcopy(saved))
+    engine.close()
+
+
+def changed(kind: str, value: Any = ("x",)) -> Callable[[Any], Any]:
+    """Replace a state of one parameter."""
 
     def change(state: Any) -> Any:
-        state["state"][1][kind] = ["x"]
+        state["state"][1][kind] = value
         return state
 
     return change
@@ -141,7 +154,8 @@ REFUSED: list[tuple[Callable[[Any], Any], str]] = [
     (lambda state: state | {"state": {99: {}}}, r"state for parameter 99, and the groups have \d+ parameters"),
     (lambda state: {"state": {}}, "0 parameter groups were given, expected 1"),
     (lambda state: {"param_groups": [{}, {}]}, "2 parameter groups were given, expected 1"),
-    (changed("exp_avg"), "expected exp_avg to be a tensor, got list"),
+    (changed("exp_avg"), "expected exp_avg to be a tensor, got tuple"),
+    (changed("exp_avg", torch.zeros(3)), r"this rank has of it, got .*save_checkpoint\(folder\)"),
     (changed("step"), "expected a number of steps"),
 ]
 

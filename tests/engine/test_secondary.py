@@ -5,8 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from tests.engine.harness import on_ranks, token_batch
+import torch
+from tests.engine.harness import assert_same, on_ranks, token_batch, weights_of
 
+import wherry
 from wherry.errors import WherryError
 
 
@@ -34,6 +36,19 @@ def test_backward_communicates_across_nodes_for_reductions_only() -> None:
         assert rows["parameters"].bytes_actual == rows["parameters"].bytes_expected == whole // 4 + whole // 2
 
     on_ranks(use, ranks=4, config=secondary())
+
+
+def test_an_edit_between_forward_and_backward_reaches_the_backward() -> None:
+    def use(engine: Any) -> dict[str, torch.Tensor]:
+        loss = engine(*token_batch(0, 0, engine.comm.rank))
+        weight = engine.module.blocks[1].up.weight
+        with wherry.gathered(weight, modifier_rank=2):
+            weight.data.mul_(3 if engine.comm.rank == 2 else 1)
+        engine.backward(loss)
+        engine.step()
+        return weights_of(engine)
+
+    assert_same(on_ranks(use, ranks=4, config=secondary())[0], on_ranks(use, ranks=4)[0])
 
 
 def test_a_size_that_does_not_divide_the_ranks_is_refused() -> None:

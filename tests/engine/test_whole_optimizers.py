@@ -49,7 +49,7 @@ class Rows(torch.optim.Optimizer):
                 if not state:
                     state["lengths"] = torch.zeros(p.shape[0], 1) if p.dim() == 2 else torch.zeros_like(p)
                     state["mean"] = torch.zeros_like(p)
-                    state |= {"step": 0, "factor": 1.0, "lasts": []}
+                    state |= {"step": 0, "factor": 1.0, "lasts": [], "first": None}
                 length = p.grad.norm(dim=1, keepdim=True) if p.dim() == 2 else p.grad.abs()
                 state["step"] += 1
                 state["factor"] *= 0.9
@@ -113,6 +113,33 @@ def test_masters_in_bf16(name: str, stage: int, ranks: int) -> None:
     for key, expected in oracle.extra.items():
         moved = (expected - model.state_dict()[key]).norm()
         assert (ours.extra[key] - expected).norm() <= 0.1 * moved, key
+
+
+@pytest.mark.parametrize("name", ["muon", "adafactor", "lamb"])
+def test_weights_of_16_bits_without_masters(name: str) -> None:
+    """Compare with plain PyTorch on a model in bf16, whose states are in bf16 too."""
+    model, common = make_model().bfloat16(), {"steps": 5, "optimizer": MAKERS[name]}
+    block = {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}
+    plain = train_plain(model, **common)  # type: ignore[arg-type]
+    ours = train_engine(model, stage=1, config={"bf16": block}, **common)  # type: ignore[arg-type]
+    for key, expected in plain.weights.items():
+        if name == "muon" and (expected.dim() < 2 or "embed" in key):
+            continue  # AdamW here is in fp32, and rounded once
+        moved = (expected.float() - model.state_dict()[key].float()).norm()
+        assert (ours.weights[key].float() - expected.float()).norm() <= 0.1 * moved, key
+
+
+class Twice(wherry.optim.Lamb):
+    """A user's subclass of a known optimizer."""
+
+    def step(self, closure: Any = None) -> None:
+        super().step()
+        super().step()
+
+
+def test_a_subclass_of_a_known_optimizer_makes_its_own_steps() -> None:
+    plain = train_plain(make_model(), steps=4, optimizer=Twice)
+    assert_close(train_engine(make_model(), stage=2, steps=4, optimizer=Twice, config=VOUCHED), plain, 2e-5)
 
 
 @pytest.mark.parametrize("ranks", [1, 3, 8])

@@ -6,6 +6,7 @@ import json
 import re
 from fnmatch import fnmatch
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from tests.finetune.tiny import make_folder, write_rows
 
 from wherry.cli.finetune import main
 from wherry.errors import WherryError
+from wherry.finetune.config import set_length
 from wherry.finetune.job import where
 from wherry.finetune.model import lora_config
 from wherry.finetune.options import parse
@@ -66,8 +68,19 @@ def test_a_file_has_the_flags_and_the_command_line_comes_over_it(tmp_path: Path)
     assert (config.r, config.lora_alpha, config.target_modules) == (8, 4, {"q_proj", "v_proj"})
 
 
+@pytest.mark.parametrize(
+    ("flags", "steps", "warmup"), [(["--epochs=2"], 6, 0), (["--steps=1"], 1, 0), (["--steps=99"], 99, 2)]
+)
+def test_a_run_of_few_steps_has_no_warmup(flags: list[str], steps: int, warmup: int) -> None:
+    """Count 21 rows, 2 ranks of 4 rows a step; a warmup of the only step would train at a rate of zero."""
+    args = SimpleNamespace(per_device_train_batch_size=2, gradient_accumulation_steps=2)
+    set_length(args, parse(["model", "--data=rows", *flags]), rows=21, ranks=2)
+    assert (args.max_steps, args.warmup_steps) == (steps, warmup)
+
+
 def test_a_model_of_the_hub_is_fetched_without_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     import huggingface_hub
+    from huggingface_hub.errors import RepositoryNotFoundError
 
     asked: list[Any] = []
 
@@ -76,6 +89,8 @@ def test_a_model_of_the_hub_is_fetched_without_code(tmp_path: Path, monkeypatch:
         assert not any(fnmatch(file, pattern) for file in ("a.py", "a.bin") for pattern in allow_patterns)
         if name == "me/lost":
             raise OSError("no network")
+        if name == "me/tinny":
+            raise RepositoryNotFoundError("no", response=SimpleNamespace(headers={}, request=None))  # type: ignore[arg-type]
         return str(tmp_path)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
@@ -85,7 +100,9 @@ def test_a_model_of_the_hub_is_fetched_without_code(tmp_path: Path, monkeypatch:
     assert where("https://huggingface.co/me/tiny") == tmp_path
     with pytest.raises(WherryError, match="no such folder here, and me/lost cannot be fetched from the hub: no netw"):
         where("me/lost")
-    assert asked == [("me/tiny", False), ("me/tiny", False), ("me/lost", False)]
+    with pytest.raises(WherryError, match="me/tinny cannot be fetched from the hub: there is none of this name, or it"):
+        where("me/tinny")
+    assert asked == [(f"me/{name}", False) for name in ("tiny", "tiny", "lost", "tinny")]
 
 
 def test_mistakes_are_told(folder: Path, tmp_path: Path) -> None:

@@ -67,6 +67,7 @@ CHAT_PAIR = {"chosen": [USER, ASSISTANT], "rejected": [USER, {"role": "assistant
     [
         ({"messages": [USER, ASSISTANT]}, True, "chat (messages)", "<|im_start|>user\nhi there"),
         ({"conversations": SHAREGPT}, True, "chat (ShareGPT)", "<|im_start|>user\nhi there"),
+        ({"conversations": [USER, ASSISTANT]}, True, "chat (conversations)", "<|im_start|>user\nhi there"),
         (ALPACA, True, "instructions (Alpaca), as chats", "<|im_start|>user\nSay hi\n\nto Ann<|im_end|>"),
         (ALPACA, False, "instructions (Alpaca), in the words of Alpaca", IN_WORDS),
         ({"question": "hi?", "answer": "hello"}, True,
@@ -185,6 +186,7 @@ def test_pairs_are_what_trl_makes_of_them(write: Any, chat: Any) -> None:
     trainer = DPOTrainer.__new__(DPOTrainer)
     trainer._tokenizer = chat
     theirs = trainer._prepare_dataset(found.train, chat, DPOConfig(use_cpu=True, report_to=[], bf16=False), "train")[0]
+    assert found.shown
     for name, ids, labels in found.shown:
         assert ids == theirs["prompt_ids"] + theirs[f"{name}_ids"]
         assert labels == [-100] * len(theirs["prompt_ids"]) + theirs[f"{name}_ids"]
@@ -205,6 +207,7 @@ ANSWERED, COMPLETED = _turns("a", "b"), {"prompt": "a", "completion": "b"}
     ("good", "bad", "expected"),
     [
         (ANSWERED, {"messages": [{"role": "narrator", "content": "x"}]}, "message 1 has the role 'narrator'"),
+        (ANSWERED, {"messages": [{"content": "x"}]}, "message 1 has no role"),
         (ANSWERED, _turns(None, "b"), "message 1 (user) has no content"),
         (ANSWERED, _turns("a", " "), "message 2 is an empty answer"),
         (ANSWERED, _turns("a", "b", "c"), "it ends with a message of the user"),
@@ -212,6 +215,7 @@ ANSWERED, COMPLETED = _turns("a", "b"), {"prompt": "a", "completion": "b"}
         (ANSWERED, _turns([{"type": "image", "url": "x"}], "b"), "message 1 has a part that is image"),
         (COMPLETED, {"prompt": "a", "completion": ""}, "the answer (completion) is empty"),
         (COMPLETED, {"prompt": "a", "completion": 5}, "is a number (5), expected text"),
+        ({"question": "a", "answer": "b"}, {"question": "", "answer": "b"}, "the instruction is empty"),
         ({"text": "a"}, {"text": "\n"}, "the text is empty"),
         (PAIR, PAIR | {"rejected": "hello"}, "chosen and rejected are the same"),
         (PAIR, PAIR | {"rejected": None}, "the rejected answer is missing"),
@@ -313,12 +317,14 @@ def test_kinds_of_files(write: Any, plain: Any, tmp_path: Path) -> None:
         ("cut.json", '[{"text": "a"},\n{"text": "b"', "cut.json: line 2 is not JSON"),
         ("number.jsonl", '{"text": "a"}\n5\n', "line 2 is a number (5), expected an object"),
         ("latin.jsonl", b'{"text": "a"}\n{"text": "caf\xe9"}\n', "line 2 is not UTF-8 (byte 0xe9 at 14)"),
+        ("latin.txt", b"caf\xe9\n", "line 1 is not UTF-8"),
         ("latin.csv", b"text\na\ncaf\xe9\n", "line 3 is not UTF-8"),
         ("wide.csv", "prompt,completion\na,b\nc,d,e\n", "Expected 2 fields in line 3, saw 3"),
         ("late.jsonl", '{"text": "%s"}\n' % ("a" * 11_000_000) + '{"text": "a", "more": 1}\n',
          'the column "more" is not there before line 2; give all rows the same'),
         ("empty.jsonl", "", "empty.jsonl: the file is empty"),
         ("none.json", "[]", "none.json: the file has no rows"),
+        ("header.csv", "text\n", "header.csv: the file has no rows"),
         ("bad.parquet", "hello", "bad.parquet: it is no Parquet file"),
         ("bad.jsonl.gz", b"hello", "bad.jsonl.gz"),
     ],
@@ -342,6 +348,12 @@ def test_folders(write: Any, plain: Any, tmp_path: Path) -> None:
     write("other/b.jsonl", [{"text": "a", "more": 1}])
     told = refused(str(tmp_path / "other"), plain)
     assert "b.jsonl: its columns are more, text; those of a.jsonl are text" in told
+    (tmp_path / "nothing").mkdir()
+    assert "the folder has no files to read" in refused(str(tmp_path / "nothing"), plain)
+    # In a folder of text no file is a split, nor left aside.
+    write("code/a.py", "x = 1\n")
+    write("code/test.py", "y = 1\n")
+    assert load(str(tmp_path / "code"), plain).source == "code: 2 rows, 2 to train on"
 
 
 def test_names_on_the_hub(write: Any, plain: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -357,6 +369,8 @@ def test_names_on_the_hub(write: Any, plain: Any, monkeypatch: pytest.MonkeyPatc
         asked.append((name, config, split))
         if name == "none/there":
             raise ConnectionError("unreachable")
+        if name == "several/there":
+            raise ValueError("Config name is missing.\nPlease pick one among the available configs: ['main']")
         splits = datasets.DatasetDict(train=made, validation=held_out, extra=made)
         return splits[split] if split is not None else splits
 
@@ -365,6 +379,7 @@ def test_names_on_the_hub(write: Any, plain: Any, monkeypatch: pytest.MonkeyPatc
     assert load("owner/name/main:extra", plain).source == "owner/name:extra: 3 rows, 3 to train on"
     assert asked == [("owner/name", None, None), ("owner/name", "main", None), ("owner/name", "main", "extra")]
     assert "the hub cannot be reached to look for a data set of that name" in refused("none/there", plain)
+    assert "configs: ['main']; name one as in --data several/there/CONFIG" in refused("several/there", plain)
 
 
 # What is kept apart.
@@ -396,6 +411,9 @@ def test_prompts_end_where_the_last_answer_begins(write: Any, chat: Any) -> None
     (prompt, _) = load(path, chat, eval_data=path).prompts
     assert prompt.text.endswith("and bye?<|im_end|>\n<|im_start|>assistant\n") and prompt.answer == "see you"
     assert chat.decode(prompt.ids) == prompt.text
+    pairs = write("pairs.jsonl", [{"prompt": [USER], "chosen": [ASSISTANT], "rejected": TWO_TURNS[3:]}])
+    (prompt,) = load(pairs, chat, eval_data=pairs).prompts
+    assert prompt.text.endswith("hi there<|im_end|>\n<|im_start|>assistant\n") and prompt.answer == "hello"
 
 
 def test_what_was_made_is_found_again(

@@ -33,6 +33,9 @@ def model_of(kind: str, attention: str = "sdpa") -> Any:
         "llama": lambda: transformers.LlamaConfig(**SHAPE),
         # Its scores and logits are capped, and every second layer sees a window.
         "gemma": lambda: transformers.Gemma2Config(**SHAPE, head_dim=8, sliding_window=9, query_pre_attn_scalar=8),
+        "dynamic": lambda: transformers.LlamaConfig(
+            **SHAPE, rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+        ),
         "gpt2": lambda: transformers.GPT2Config(
             vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0,
             attn_pdrop=0,
@@ -167,6 +170,7 @@ def phi() -> Any:
     [
         (partial(nn.Linear, 4, 4), 2, {}, {}, "causal language model of Transformers"),
         (phi, 2, {}, {}, "longrope position embeddings"),
+        (partial(model_of, "dynamic"), 2, {}, {}, "dynamic position embeddings"),
         (partial(model_of, "llama"), 3, {"wherry": {"context_parallel": 2}}, {}, "does not divide the 3"),
         (partial(model_of, "llama"), 3, {"wherry": {"context_parallel": 3}}, {}, "4 heads"),
         (partial(model_of, "llama", "flex_attention"), 2, {}, {}, "attention is flex_attention"),
@@ -198,3 +202,9 @@ def test_a_loss_of_whole_rows_is_refused(tmp_path: Any) -> None:
     arguments = transformers.TrainingArguments(str(tmp_path), label_smoothing_factor=0.1, use_cpu=True, report_to=[])
     with pytest.raises(WherryError, match="label_smoothing_factor computes a loss from whole rows"):
         WherryTrainer(model_of("llama"), arguments, wherry_config={"wherry": {"context_parallel": 2}})
+    arguments = transformers.TrainingArguments(str(tmp_path), use_cpu=True, report_to=[])
+    own = {"__module__": "trl.trainer", "compute_loss": WherryTrainer.compute_loss}
+    with pytest.raises(WherryError, match="DPOTrainer computes a loss from whole rows"):
+        type("DPOTrainer", (WherryTrainer,), own)(
+            model_of("llama"), arguments, wherry_config={"wherry": {"context_parallel": 2}}
+        )

@@ -1,8 +1,8 @@
 """Plant each fault of this folder in a copy of the project, and report whether the tests find it.
 
-    python -m tests.mutants                    # every patch, by the fast tests of its room, then by all others
+    python -m tests.mutants                    # every patch, by the fast tests of its room
     python -m tests.mutants NAME ...           # some of them
-    python -m tests.mutants --marks "not nightly"    # by all tests
+    python -m tests.mutants --whole --marks "not nightly"    # by all tests
 
 Each patch is one fault that users would notice. A suite that misses one has lost a test.
 """
@@ -59,7 +59,7 @@ def search(python: Path, folder: Path, tests: list[str], marks: str, workers: in
     """Run tests until one fails; return a verdict, the test that failed, and the seconds."""
     command = [str(python), "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", marks, "--timeout", "120"]
     command += ["--cheap-first", "--cpu-limit", "60"]  # a slow test has found nothing
-    command += ["-n", str(workers), "--dist", "worksteal", *(path for path in tests if (folder / path).exists())]
+    command += ["-n", str(workers), *(path for path in tests if (folder / path.split("::")[0]).exists())]
     began = time.monotonic()
     done = subprocess.run(
         command, cwd=folder, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
@@ -78,8 +78,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__.partition("\n")[0])
     parser.add_argument("names", nargs="*", help="patches to plant (default: all)")
     parser.add_argument("--marks", default="fast", help="tests to run, as for pytest -m (default: %(default)s)")
+    parser.add_argument("--whole", action="store_true", help="run the whole suite, not only the tests of the room")
     parser.add_argument("--root", type=Path, default=ROOT, help="the project to copy (default: this one)")
-    parser.add_argument("-n", "--workers", type=int, default=2, help="workers of pytest (default: %(default)s)")
+    parser.add_argument("-n", "--workers", type=int, default=0, help="workers of pytest (default: none)")
     options = parser.parse_args()
     patches = [HERE / f"{name}.patch" for name in options.names] or sorted(HERE.glob("*.patch"))
     missed = 0
@@ -89,15 +90,14 @@ def main() -> int:
         python = copy_project(options.root, copy)
         for patch in patches:
             said = fields(patch)
-            near = [path for path in paths_of([said["Room"]]) if path != LEFT_OUT]
+            tests = ["tests"] if options.whole else [path for path in paths_of([said["Room"]]) if path != LEFT_OUT]
             subprocess.run(["git", "apply", str(patch)], cwd=copy, check=True)
             try:
-                verdict, test, seconds = search(python, copy, near, options.marks, options.workers)
-                if verdict == "MISSED":
-                    verdict, test, more = search(python, copy, ["tests"], options.marks, options.workers)
-                    seconds += more
+                verdict, test, seconds = search(python, copy, tests, options.marks, options.workers)
             finally:
                 subprocess.run(["git", "apply", "-R", str(patch)], cwd=copy, check=True)
+            if verdict == "found" and search(python, copy, [test.split(" - ")[0]], options.marks, 0)[0] != "MISSED":
+                verdict = "ERROR: the test fails without the fault"
             missed += verdict != "found"
             print(f"{verdict:7} | {patch.stem} | {said['Room']} | {seconds:.0f} s | {test[:160]}", flush=True)
     print(f"{len(patches) - missed} of {len(patches)} found")

@@ -100,7 +100,7 @@ def test_low_precision_parameters_have_fp32_masters_that_are_saved_without_round
             assert torch.equal(master, q.detach())
 
 
-@pytest.mark.parametrize("order", ["weights first", "weights last", "swapped"])
+@pytest.mark.parametrize("order", ["weights first", "weights last", "written", "swapped"])
 def test_half_precision_weights_from_outside_win_over_the_master(order):
     p = torch.nn.Parameter(torch.full((4,), 2.0, dtype=torch.float16))
     optimizer = CPUAdam([p], lr=0.0)
@@ -114,8 +114,12 @@ def test_half_precision_weights_from_outside_win_over_the_master(order):
         optimizer.load_state_dict(saved)
         if order == "weights last":
             p[1:] = 3.0
-    if order == "swapped":
+    if order in ("written", "swapped"):
         optimizer.step()
+    if order == "written":
+        with torch.no_grad():
+            p[1:] = 3.0
+    elif order == "swapped":
         p.data = torch.tensor([2.0, 3.0, 3.0, 3.0], dtype=torch.float16)
     optimizer.step()
     assert p.tolist() == [2.0, 3.0, 3.0, 3.0]

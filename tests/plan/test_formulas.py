@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from wherry import config as configs
 from wherry.errors import WherryError
 from wherry.placement import Placement, Tier
+from wherry.plan.formulas import states_between_steps
 from wherry.plan.gpt import (
     PUBLISHED,
     GptShape,
@@ -53,6 +55,13 @@ def test_formulas_agree_with_each_other(precision: str, rule: str, count: int, r
             else:
                 assert whole == part
     assert states(count, Placement.of_stage(3), 1, cost) == by_stage[0]
+
+
+@pytest.mark.parametrize(("dtype", "moments"), [("fp32", 8000), ("bf16", 4000)])
+def test_moments_are_counted_in_the_dtype_of_the_config(dtype: str, moments: int) -> None:
+    config = configs.load({"bf16": {"enabled": True}, "wherry": {"state_dtype": dtype}})
+    found = states_between_steps(1000, config, 1, gpu=True)
+    assert found["optimizer", "device"] == 4000 + moments
 
 
 def test_bytes_by_tier() -> None:

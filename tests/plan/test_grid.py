@@ -14,6 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import wherry
 from wherry import config as configs
+from wherry.cli.plan_answer import page
 from wherry.errors import WherryError
 from wherry.parallel import topology
 from wherry.plan.dry_run import count
@@ -84,6 +85,8 @@ def test_shares_of_states_activations_and_time() -> None:
     assert staged.time.terms["bubble"] == pytest.approx(3 / 4 * staged.time.terms["compute"])
     short = wherry.estimate(10**9, config(0, gradient_accumulation_steps=2), machine, ranks=8, pipeline_parallel=4)
     assert any("is full with 4 micro-batches" in note for note in short.notes)
+    shared = wherry.estimate(10**9, {}, machine, ranks=8, tensor_parallel=2, pipeline_parallel=2)
+    assert "2 tensor-parallel x 2 stages x 2 data-parallel ranks; bytes of stage 0" in page(shared, [])
 
 
 def test_a_hugging_face_model_is_cut_as_transformers_says(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -183,7 +184,7 @@ def test_a_hugging_face_config_of_a_folder_or_of_the_hub(
 ) -> None:
     """A name of the hub is looked for in its cache; with --online its config, that file alone, is fetched."""
     hub = pytest.importorskip("huggingface_hub", reason="names of the hub need huggingface_hub")
-    pytest.importorskip("transformers", reason="models of Hugging Face need transformers")
+    transformers = pytest.importorskip("transformers", reason="models of Hugging Face need transformers")
     from huggingface_hub.errors import GatedRepoError
 
     cached, asked, kept = tmp_path / "models--owner--tiny" / "snapshots" / "0123", list[tuple[str, ...]](), list[str]()
@@ -220,6 +221,9 @@ def test_a_hugging_face_config_of_a_folder_or_of_the_hub(
     ):
         (tmp_path / "config.json").write_text(wrong)
         assert message in error(capsys, str(tmp_path), *plan)
+    kernels = ModuleNotFoundError("No module named 'kernels'")
+    monkeypatch.setattr(transformers.AutoConfig, "for_model", mock.Mock(side_effect=kernels))
+    assert "config.json needs: No module named 'kernels'\n" in error(capsys, str(tmp_path), *plan)
 
 
 @pytest.mark.usefixtures("no_search")
@@ -320,6 +324,7 @@ MISTAKES = [
     (("gpt2-10m", "--machine", "4090", "-o", "x"), "-o: goes with --auto"),
     (("gpt2-10m", "--machine", "4090", "--again"), "--again: measures this machine"),
     (("gpt2-10m", "--machine", "4090", "--html", "no/such/page.html"), "--html: there is no folder no/such"),
+    (("gpt2-10m", "--machine", "4090", "--html", "."), "--html: . is a folder"),
     (("gpt2-10m", "--machine", "4090", "--ranks", "3", "--nodes", "2"), "2 x 1 GPUs are 2"),
     (("gpt2-10m", "--rank", "1"), "--rank: goes with --dry-run"),
     (("gpt2-10m", "--machine", "4090", "--set", "zero_optimization.stag=3"), "stage"),

@@ -11,10 +11,11 @@ from tests.plan.measured import WIDTH, config, make, one_block, placed
 
 import wherry
 from wherry import config as configs
-from wherry.plan.choose import MICRO, STAGE, choose
-from wherry.plan.estimate import Estimate
+from wherry.plan.choose import CHECKPOINTS, MICRO, ORDER, RECOMPUTE, STAGE, TILES, choose
+from wherry.plan.estimate import Estimate, Use, answer_of_count
 from wherry.plan.forecaster import Forecaster
 from wherry.plan.machines import Machine, known
+from wherry.plan.roofline import StepTime
 from wherry.sources import find
 
 pytestmark = pytest.mark.usefixtures("dry_runs_once")
@@ -74,6 +75,13 @@ def test_the_products_of_muon_are_the_updates() -> None:
     assert muon - adamw == pytest.approx(5 * (square + 2 * wide) / 1e6, rel=0.01)
 
 
+def test_a_note_says_that_products_of_muon_on_the_host_are_slow(tmp_path: Path) -> None:
+    for where in ("host", "device"):
+        given = placed(2, "cpu", "none", tmp_path, wherry={"update_on": where}) | {"optimizer": {"type": "Muon"}}
+        notes = answer(given, ranks=1, build=one_block).notes
+        assert any("a host takes some hundred times longer" in note for note in notes) == (where == "host")
+
+
 def test_accumulation_repeats_all_but_the_update() -> None:
     one, three = terms(config(3)), terms(config(3, accumulation=3))
     assert three["compute"] == pytest.approx(3 * one["compute"], rel=0.05)
@@ -110,3 +118,34 @@ def test_what_fits_is_chosen_by_its_rate() -> None:
     forecaster = Forecaster(find(make), replace(H100, gpus=4, gpu_memory=int(0.8 * whole / 0.92)), 4, 24)
     choice = choose(configs.load(config(0)), forecaster.quick, 4, free=frozenset({STAGE}), confirm=forecaster.exact)
     assert choice.estimate.fits and choice.values[STAGE] > 0 and choice.fitting < choice.tried == 4
+
+
+@pytest.mark.parametrize(
+    ("usable", "chosen"),
+    [
+        (400, {RECOMPUTE: "none"}),
+        (250, {RECOMPUTE: "recompute"}),
+        (150, {RECOMPUTE: "recompute", TILES: "auto"}),
+        (80, {RECOMPUTE: "recompute", TILES: "auto", CHECKPOINTS: True}),
+    ],
+)
+def test_activations_are_recomputed_and_in_tiles_only_where_they_do_not_fit(usable: int, chosen: dict) -> None:
+    def needing(candidate: configs.Config) -> Estimate:
+        block = candidate.activation_checkpointing
+        needed = 300 if block.policy == "none" else 100 if candidate.wherry.sequence_tiles else 200
+        use = Use("GPU", usable, {"activations": needed // (2 if block.cpu_checkpointing else 1)})
+        return replace(answer_of_count(10**6, candidate, H100, 1), uses=(use,))
+
+    given, free = configs.load({RECOMPUTE: "auto"}), frozenset({RECOMPUTE, TILES, CHECKPOINTS})
+    assert choose(given, needing, 1, free=free, confirm=needing).values == chosen
+
+
+@pytest.mark.parametrize(("seconds", "chosen"), [(1.0, {ORDER: "layer_major"}), (2.0, {})])
+def test_micro_batches_go_together_where_that_is_faster(seconds: float, chosen: dict) -> None:
+    def taking(candidate: configs.Config) -> Estimate:
+        took = seconds if candidate.wherry.accumulation == "layer_major" else 2.0
+        return replace(answer_of_count(10**6, candidate, H100, 2), time=StepTime({"compute": took}, took))
+
+    given = configs.load(config(3, 4, "fp32"))
+    choice = choose(given, taking, 2, free=frozenset({ORDER}), confirm=taking)
+    assert choice.values == chosen and choice.reasons.keys() == chosen.keys()

@@ -180,9 +180,13 @@ def test_the_disk_is_chosen_where_memory_is_short_and_a_folder_is_given(tmp_path
         found = engine_config(1, {"zero_optimization": zero}, model)["zero_optimization"]
         devices[width] = found["offload_optimizer"]["device"], found["offload_param"]["device"]
     assert devices == {40: ("none", "none"), 16: ("nvme", "none")}
-    # Without a folder there is no disk to choose.
-    with pytest.raises(WherryError, match="nothing fits"):
-        settle(model, {"zero_optimization": zero | {"offload_optimizer": offload}})
+    # There is no disk to choose without a folder, or for an optimizer that the host's kernels do not know.
+    for config in (
+        {"zero_optimization": zero | {"offload_optimizer": offload}},
+        {"zero_optimization": zero, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}},
+    ):
+        with pytest.raises(WherryError, match="nothing fits"):
+            settle(model, config)
 
 
 class Spare(TinyLM):
@@ -232,12 +236,15 @@ def test_the_machine_is_measured_once_while_no_others_work(
     assert len(times) == 4
 
 
-def test_a_disk_that_cannot_be_measured_is_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_cannot_be_measured_is_unknown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     def write(*_: Any) -> None:
         raise DiskSpaceError("it is full", 1, "there")
 
     monkeypatch.setattr(rates.DiskStore, "write", write)
     assert rates._disk(tmp_path) == rates.UNKNOWN_DISK
+    assert f"the disk of {tmp_path} is not measured (" in caplog.text and "read 1 GB a second" in caplog.text
 
 
 @pytest.mark.nightly

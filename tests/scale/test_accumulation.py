@@ -19,6 +19,7 @@ from tests.engine.harness import (
     engine_of,
     gathered,
     make_model,
+    on_ranks,
     settings,
     token_batch,
     train_engine,
@@ -186,6 +187,17 @@ def test_an_exception_in_a_forward_leaves_the_engine_healthy() -> None:
     losses += [window(engine, step) for step in range(1, 4)]
     assert losses == pytest.approx(plain.losses, rel=1e-5)
     engine.close()
+
+
+def test_an_error_of_one_rank_ends_all() -> None:
+    def use(engine: Any) -> None:
+        window(engine, 0)
+        if engine.comm.rank == 1:
+            engine.module.blocks[1].down.register_forward_pre_hook(lambda *_: {}["a bad batch"])
+        window(engine, 1)
+
+    with pytest.raises(KeyError, match="a bad batch"):
+        on_ranks(use, accumulation=2, config=LAYER_MAJOR)
 
 
 def test_calls_that_are_no_whole_window_are_refused() -> None:

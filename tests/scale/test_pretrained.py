@@ -306,6 +306,19 @@ def filled(model: Any) -> None:
         copy.deepcopy(model).bfloat16().head.weight[2:4] = 1.0
 
 
+class Invertible(nn.Identity):
+    right_inverse = nn.Identity.forward
+
+
+def parametrized(model: Any) -> None:
+    nn.utils.parametrize.register_parametrization(model.blocks[0].mix, "weight", Invertible())
+
+
+def tiled(model: Any) -> None:
+    wherry.tile(model, max_bytes=1024)
+    nn.init.normal_(model.blocks[0].up.tiles[0].weight)
+
+
 WRITTEN = "load_pretrained .* a write does nothing on the meta device"
 MOVED = "weight: load_pretrained has found its values .* leave out the to_empty"
 PICKLED = "only found the values of this model on the meta device"
@@ -318,6 +331,8 @@ PICKLED = "only found the values of this model on the meta device"
         (widened, rf"norm\.bias: .* shape \[{WIDTH}\], and it has been made \[{2 * WIDTH}\]"),
         (lambda model: nn.init.zeros_(model.head.weight), rf"embed\.weight: {WRITTEN}"),
         (filled, rf"embed\.weight: {WRITTEN}"),
+        (tiled, rf"tiles\.0\.weight: {WRITTEN}"),
+        (parametrized, rf"blocks\.0\.mix\.weight: {WRITTEN}"),
         (lambda model: model.to_empty(device="cpu"), MOVED),
         (lambda model: model.cpu(), MOVED),
         (lambda model: model.head.to("cpu"), MOVED),
@@ -339,6 +354,20 @@ def test_ranks_that_load_and_ranks_that_do_not(tmp_path: Path) -> None:
         model = loaded(tmp_path) if comm.rank == 0 else on_meta()
         with pytest.raises(WherryError, match=r"differ.*to be read from a file\]? on rank 0 and .* rank 1"):
             wherry.initialize(model=model, config=settings(3), mesh=comm)
+
+    run_ranks(2, body)
+
+
+def test_a_buffer_of_some_ranks_files_is_rank_0s(tmp_path: Path) -> None:
+    other = make_model(Mixed, seed=1)
+    saved(other, tmp_path / "0")
+    saved(other, tmp_path / "1", absent=("kept",))
+
+    def body(comm: Comm) -> None:
+        model = on_meta(Mixed)
+        wherry.load_pretrained(model, tmp_path / str(comm.rank), strict=False)
+        wherry.initialize(model=model, config=settings(1), mesh=comm)
+        assert model.kept.eq(9.0).all()
 
     run_ranks(2, body)
 

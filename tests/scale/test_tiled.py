@@ -15,6 +15,7 @@ from tests.engine.harness import (
     make_model,
     on_ranks,
     settings,
+    train_engine,
     train_plain,
 )
 from torch import nn
@@ -76,6 +77,15 @@ class Wide(nn.Module):
 
 def rows(step: int, micro: int, rank: int) -> tuple[torch.Tensor, ...]:
     return (torch.randn(3, 32, generator=torch.Generator().manual_seed(100 * step + 10 * micro + rank)),)
+
+
+@pytest.mark.parametrize("stage", [0, 2])
+def test_training_with_tiles_equals_plain(stage: int) -> None:
+    model, common = make_model(Wide), dict[str, Any](ranks=2, steps=2, batch=rows)
+    plain = train_plain(model, **common)
+    assert wherry.tile(model, max_bytes=8 * 1024)
+    whole = train_engine(model, stage=stage, finish=lambda engine: engine.consolidated_state_dict(), **common).extra
+    assert_near(whole, plain.weights, 5e-5)
 
 
 def test_layers_beyond_the_budget_train_within_it() -> None:

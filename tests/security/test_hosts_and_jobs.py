@@ -177,9 +177,9 @@ STATES = {
 }
 
 
-def _meeting(port, machines=2, **given):
+def _meeting(port, machines=2, address="127.0.0.1", **given):
     rendezvous.register()
-    parameters = RendezvousParameters("wherry", f"127.0.0.1:{port}", "run", machines, machines, **given)
+    parameters = RendezvousParameters("wherry", f"{address}:{port}", "run", machines, machines, **given)
     return rendezvous_handler_registry.create_handler(parameters)
 
 
@@ -239,3 +239,17 @@ def test_a_store_listens_on_the_address_that_was_given():
     assert len(set(ports)) == 3 and {place.port for place in opened} >= {ports[0], ports[2]}
     with pytest.raises(RendezvousConnectionError, match=r"port \d+ is taken"):
         _meeting(ports[0], rank=0).next_rendezvous()
+
+
+def test_an_address_that_others_cannot_reach_is_reported(capsys):
+    _meeting(0, machines=1, address="127.1", rank=0).next_rendezvous()
+    assert "127.1 is no address of this machine that others can reach" in capsys.readouterr().err
+
+
+def test_a_value_that_is_no_address_of_the_ranks_is_refused():
+    first = _meeting(0, rank=0).next_rendezvous()
+    for value in (b"one two", b"a \xff"):
+        first.store.set("ranks", value)
+        second = _meeting(first.bootstrap_store_info.master_port, rank=1, timeout=5)
+        with pytest.raises(RendezvousStateError, match="expected an address and a port"):
+            second.next_rendezvous()

@@ -21,7 +21,8 @@ def test_every_room_has_tests() -> None:
 def test_a_change_calls_for_the_tests_of_its_room() -> None:
     assert room_of("src/wherry/tiers/disk.py") == "tiers" and room_of("src/wherry/window.py") == "window"
     assert near(["src/wherry/tiers/disk.py"]) == [*ALWAYS, "tests/disk", "tests/tiers"]
-    assert near(["tests/train/test_loop.py", "docs/config.md"]) == ["tests/train", "tests/docs"]
+    assert near(["tests/train/test_loop.py", "docs/config.md"]) == [*ALWAYS, "tests/train", "tests/docs"]
+    assert "tests/tiers/test_delayed.py" in near(["tests/engine/harness.py"])
     assert near(["tests/engine/test_gone.py", "tests/conftest.py"]) == ["tests"]
     assert near(["LICENSE"]) == list(ALWAYS)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tests.tiers.rows import ROWS, offload
 
 from wherry.errors import WherryError
 from wherry.tickets import Ticket
+from wherry.tiers import streams
 from wherry.update.optimizer_states import UpdateBucket
 
 NAMES = ["root", "blocks.0", "blocks.1", "blocks.2"]
@@ -102,3 +104,39 @@ def test_that_weights_have_changed_already_is_told_of_once(tmp_path: Path, caplo
     (warning,) = caplog.records
     assert "of 4 parts of the model from them already" in warning.getMessage()
     engine.close()
+
+
+@pytest.mark.usefixtures("every_flat_alone")
+def test_gathers_under_way_are_waited_for_when_an_update_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    update = UpdateBucket.update
+
+    def fail(bucket: UpdateBucket, *args: Any) -> Ticket:
+        if bucket.name == "blocks.1":
+            raise OSError("a bad kernel")
+        return update(bucket, *args)
+
+    def use(engine: Any) -> None:
+        waited: list[Ticket] = []
+        begun: list[Ticket] = []
+
+        class Noted(Ticket):
+            def wait(self) -> None:
+                waited.append(self)
+
+        engine.backward(engine(*token_batch(0, 0, engine.comm.rank)))
+        engine.comm.all_gather = lambda *_: begun.append(Noted()) or begun[-1]
+        with pytest.raises(WherryError, match="a bad kernel"):
+            engine.step()
+        assert len(begun) == 2 and waited == begun
+
+    monkeypatch.setattr(UpdateBucket, "update", fail)
+    on_ranks(use, stage=2, config=offload("offload-2", tmp_path, "at_step"))
+
+
+def test_a_copy_orders_the_stream_of_its_own_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    second, event = torch.device("xpu", 1), Mock()
+    monkeypatch.setattr(streams, "new_stream", Mock())
+    monkeypatch.setattr(streams, "new_event", lambda device: event)
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda device: ("the stream of", device))
+    streams.DeviceLink(second, pin=False).fence().wait()
+    event.wait.assert_called_once_with(("the stream of", second))

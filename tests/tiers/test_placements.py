@@ -26,6 +26,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 import wherry
+from wherry import native
 from wherry.errors import WherryError
 from wherry.parallel.comm import Comm, SoloComm
 from wherry.parallel.topology import Topology
@@ -91,6 +92,18 @@ def test_the_policy_that_is_chosen_by_itself(row: str, clip: float, more: Any, c
     pending = any(unit.pending for unit in engine.units)
     engine.close()
     assert ("in_backward" if updated else "before_use" if pending else "at_step") == chosen
+
+
+def test_the_cores_of_updates_beside_training_are_those_of_the_config(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares, init = [], native.Pool.__init__
+    monkeypatch.setattr(
+        native.Pool, "__init__", lambda pool, **how: shares.append(how.get("share")) or init(pool, **how)
+    )
+    config = offload("offload-2", tmp_path, "before_use", optimizer={"cpuadam_cores_perc": 0.01})
+    engine_of(make_model(), settings(2, more=config)).close()
+    assert 0.01 in shares
 
 
 def partly_frozen() -> Any:

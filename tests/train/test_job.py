@@ -161,7 +161,10 @@ def test_a_preset_by_its_name(capsys, monkeypatch, preset):
     large = replace(known("4090"), name="a large machine", gpus=0, host_memory=10**12, matrix_fp32=1e18)
     monkeypatch.setattr(probe, "this_machine_roughly", lambda: large)
     small = "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --batch-size 1 --steps 1"
+    choose = mock.Mock(wraps=presets.choose)
+    monkeypatch.setattr(presets, "choose", choose)
     assert _here(f"--preset {preset} {small}") == 0
+    assert preset != "auto" or choose.call_args.args[2] == 1, "the micro-batch of the config"
     largest = presets.PRESETS["gpt2-10b"]
     # Options that no flag gives are the preset's.
     shape = _read("run.json")["shape"]

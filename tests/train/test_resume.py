@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -98,6 +99,21 @@ def test_flags_act_on_a_resumed_run_and_the_rest_is_kept(capsys: pytest.CaptureF
     with CheckpointReader(find(RUN)) as source:
         (group,) = source.manifest.engine["optimizer"]["groups"]
         assert source.value(group["options"])["weight_decay"] == 0.1
+
+
+def test_another_batch_size_goes_on_behind_the_samples_that_were_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    read: dict[Share, list[int]] = defaultdict(list)  # by training and by evaluation
+    numbers = Share.numbers
+
+    def noted(share: Share, step: int, micro_step: int) -> Any:
+        found = numbers(share, step, micro_step)
+        read[share].extend(found.tolist())
+        return found
+
+    monkeypatch.setattr(Share, "numbers", noted)
+    train(f"{SMALL} --run-dir run --steps 3")
+    train(f"{SMALL} --run-dir run --steps 5 --resume auto --batch-size 4")
+    assert list(range(3 * 2, 3 * 2 + 2 * 4)) in read.values()
 
 
 def test_a_run_goes_on_without_the_flags_that_describe_it() -> None:

@@ -33,6 +33,7 @@ def dynamic(scale: float = 16.0, **options: Any) -> LossScaler:
         ({"hysteresis": 3}, "xxxx", [16, 16, 8, 4]),
         ({"hysteresis": 2}, "xx...xx", [16, 8, 8, 8, 16, 16, 8]),
         ({"hysteresis": 2}, "x.x.x", [16, 16, 8, 8, 4]),
+        ({"hysteresis": 2}, "..x...", [16, 16, 16, 16, 16, 32]),
         ({"hysteresis": 2, "consecutive_hysteresis": True}, "x.x.xx", [16, 16, 16, 16, 16, 8]),
     ],
 )

@@ -242,6 +242,7 @@ def test_arguments_that_cannot_be_used_are_named(kind: Any, arguments: dict[str,
         ({"use_muon": True, "betas": (0, 0)}, "use_muon=True, and betas is an option of AdamW's groups; .*=False"),
         ({"use_muon": False, "momentum": 0}, "use_muon=False, and momentum is an option of Muon's groups"),
         ({"use_muon": False, "lr": -1}, "group 0: lr=-1"),
+        ({"use_muon": False, "amsgrad": True}, "amsgrad=True is not offered"),
     ],
 )
 def test_muon_names_the_group_that_it_cannot_use(group: dict[str, Any], says: str) -> None:

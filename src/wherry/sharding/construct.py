@@ -15,7 +15,8 @@ from wherry.observe.log import warn
 from wherry.parallel.comm import Comm
 from wherry.parallel.partition import check_replicated, inside, is_dtensor, part_of, retype, slice_of
 from wherry.parallel.topology import Topology
-from wherry.sharding.grouping import LARGE_LAYER, UnitPlan
+from wherry.sharding import grouping
+from wherry.sharding.grouping import UnitPlan
 from wherry.sharding.layout import FlatLayout, lay_out
 from wherry.sharding.meta import Materialiser, pieces, source_of, write
 from wherry.sharding.param_shard import own_values, shard_of, take
@@ -98,7 +99,7 @@ class Builder:
     def _tell_of_padding(self) -> None:
         """Few parameters over many ranks leave some with nothing: that costs all of them memory and time."""
         numel, payload = (sum(getattr(each, of) for each in self._uncut) for of in ("numel", "payload"))
-        if numel - payload > max(payload * TOLD_PADDING, LARGE_LAYER) and not faking() and self.comm.rank == 0:
+        if numel - payload > max(payload * TOLD_PADDING, grouping.LARGE_LAYER) and not faking() and self.comm.rank == 0:
             warn(
                 "optimizer: it updates whole parameters, and %d ranks cannot share them evenly: what each keeps, sends "
                 "and receives of them is %.0f%% more than its part; fewer ranks share a copy with "
