@@ -71,7 +71,14 @@ struct NoGil {
   NoGil(const NoGil&) = delete;
 };
 
-using Lock = std::unique_lock<std::mutex>;
+// Waits without the GIL: who holds the mutex may need the GIL to let go of a tensor that Python knows.
+struct Lock : std::unique_lock<std::mutex> {
+  explicit Lock(std::mutex& mutex) : std::unique_lock<std::mutex>(mutex, std::try_to_lock) {
+    if (owns_lock()) return;
+    NoGil no_gil;
+    lock();
+  }
+};
 
 int current_device();
 void set_device(int device);
