@@ -11,10 +11,12 @@ import torch
 from tests.engine.harness import Run, adamw, engine_of, settings, train_plain
 from tests.tiers.rows import offload
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Partial, Replicate, distribute_tensor
 
 import wherry
 from wherry.activations import build
 from wherry.parallel import topology
+from wherry.parallel.partition import local_gradient
 from wherry.train.model import GPT, GPTConfig
 from wherry.train.parallel import Pipeline, Stage, cut_blocks
 
@@ -137,6 +139,19 @@ def test_a_parallelized_module_on_every_stage(warm: Any, stage: int, more: dict[
         assert_near(run, plain, plain.weights)
         assert all(torch.equal(run.weights[name], runs[0].weights[name]) for name in plain.weights)
         assert run.extra == (parts if more == PARTITION else 0)
+
+
+def partial_gradient(rank: int) -> torch.Tensor:
+    mesh = init_device_mesh("cpu", (2,))
+    weight = torch.nn.Parameter(distribute_tensor(torch.ones(3), mesh, [Replicate()]))
+    grad = DTensor.from_local(torch.full((3,), rank + 1.0), mesh, [Partial()])
+    return local_gradient(weight, grad).clone()
+
+
+def test_partial_sums_of_a_gradient_are_added_over_tensor_ranks(warm: Any) -> None:
+    """Give a replicated parameter, as a norm between parts of a sequence has them."""
+    for grad in warm(2).run(partial_gradient):
+        assert grad.tolist() == [3.0] * 3
 
 
 def test_a_parallelized_module_beside_host_memory(warm: Any, tmp_path: Path) -> None:
