@@ -75,6 +75,7 @@ def test_the_products_of_muon_are_the_updates() -> None:
     assert muon - adamw == pytest.approx(5 * (square + 2 * wide) / 1e6, rel=0.01)
 
 
+@pytest.mark.long
 def test_a_note_says_that_products_of_muon_on_the_host_are_slow(tmp_path: Path) -> None:
     for where in ("host", "device"):
         given = placed(2, "cpu", "none", tmp_path, wherry={"update_on": where}) | {"optimizer": {"type": "Muon"}}
