@@ -96,10 +96,10 @@ def test_a_life_in_late_processes_has_the_bits_of_calm_ones_and_of_threads(
 ) -> None:
     body = partial(whole, saved=tmp_path / "saved")
     threads = on_ranks(body, case | {"policy": "at_step"}, tmp_path / "threads", MACHINE)
-    found = run(forks, tmp_path, lives, case)
-    for calm, late in found:
+    runs = run(forks, tmp_path, lives, case)
+    for calm, late in runs:
         assert_equal(late, calm)
-    first, second = (calm for calm, _ in found)
+    first, second = (calm for calm, _ in runs)
     assert first.losses != second.losses, "each has its batches"
     assert_equal(Run(weights=first.weights), Run(weights=second.weights))
     first.losses = mean_losses([first, second])

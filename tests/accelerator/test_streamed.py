@@ -131,8 +131,8 @@ def test_auto_is_the_share_at_which_both_end_together(tmp_path: Path, caplog: py
     """By rates measured as the engine is built: the bits are those of any other share."""
     caplog.set_level("INFO", "wherry")
     expected, _ = train(engine_of(tmp_path / "host", ADAM, update_on="host"))
-    found, _ = train(engine_of(tmp_path / "auto", ADAM, update_on="auto"))
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    masters, _ = train(engine_of(tmp_path / "auto", ADAM, update_on="auto"))
+    assert all(torch.equal(masters[name], value) for name, value in expected.items())
     [line] = [record.getMessage() for record in caplog.records if "update_on" in record.getMessage()]
     assert 0 < int(line.partition("%")[0].rpartition(" ")[2]) < 100, line
     engine_of(tmp_path, {"type": "RMSprop"}, update_on="auto").close()

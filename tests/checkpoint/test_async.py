@@ -111,7 +111,7 @@ def test_the_states_saved_are_those_at_the_call(
         trained.wait(60)  # with the gate open, one rank's writer thread would run the other's late copies
         gate.open.set()
         engine.wait_for_checkpoint()
-        assert link.aside_pool.counters.in_use == 0, "buffers are given back"
+        assert link.aside_pool.counters.in_use == 0, "every buffer is back in the pool"
         engine.close()
         return states
 

@@ -24,10 +24,10 @@ from wherry.parallel.comm import Comm
 def exported(folder: Path) -> dict[str, torch.Tensor]:
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     files = {name: load_file(folder / name) for name in set(index["weight_map"].values())}
-    found = {name: files[file][name] for name, file in index["weight_map"].items()}
-    assert index["metadata"]["total_size"] == sum(t.nbytes for t in found.values())
-    assert sum(len(tensors) for tensors in files.values()) == len(found), "a tensor is written twice"
-    return found
+    tensors = {name: files[file][name] for name, file in index["weight_map"].items()}
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors.values())
+    assert sum(map(len, files.values())) == len(tensors), "a tensor is written twice"
+    return tensors
 
 
 @pytest.mark.parametrize("more", [{}, BF16], ids=["fp32", "bf16"])
@@ -39,9 +39,9 @@ def test_export(tmp_path: Path, more: dict[str, Any], capsys: pytest.CaptureFixt
         name = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}.get(dtype)
         flags = ["--dtype", name] if name else []
         assert main(["export", str(tmp_path / "in"), str(out), *flags, "--max-shard-size", "2KB"]) == 0
-        found = exported(out)
-        assert set(found) == {name for name, _ in MODEL.named_parameters()}
-        for name, weight in found.items():
+        weights = exported(out)
+        assert set(weights) == {name for name, _ in MODEL.named_parameters()}
+        for name, weight in weights.items():
             expected = states[f"{name}:master"].to(dtype) if dtype else states[f"{name}:working"]
             assert weight.dtype == expected.dtype and torch.equal(weight.flatten(), expected), name
         sizes = [path.stat().st_size for path in out.glob("*.safetensors")]
@@ -54,8 +54,8 @@ def test_buffers_keep_their_dtype(tmp_path: Path) -> None:
     with wherry.initialize(model=model, config={"train_micro_batch_size_per_gpu": 1})[0] as engine:
         engine.save_checkpoint(tmp_path / "in")
     assert main(["export", str(tmp_path / "in"), str(tmp_path / "out"), "--dtype", "bf16"]) == 0
-    found = load_file(tmp_path / "out" / "model.safetensors")
-    assert found["1.weight"].dtype is torch.bfloat16 and found["1.running_mean"].dtype is torch.float32
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    assert tensors["1.weight"].dtype is torch.bfloat16 and tensors["1.running_mean"].dtype is torch.float32
 
 
 def test_one_file_loads_with_its_tied_names(tmp_path: Path) -> None:
@@ -146,5 +146,5 @@ def test_a_failed_export_leaves_nothing_and_other_files_stay(tmp_path: Path) -> 
         with ModelWriter(tmp_path, 12, [str(n) for n in range(count)], {}) as writer:
             for number in range(count):
                 writer.add(str(number), torch.zeros(3))
-    found = {path.name for path in tmp_path.iterdir()}
-    assert found == {"model_best.safetensors", "model.safetensors", "model.safetensors.index.json"}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"model_best.safetensors", "model.safetensors", "model.safetensors.index.json"}

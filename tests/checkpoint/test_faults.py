@@ -87,10 +87,10 @@ def test_a_disk_that_stops_at_any_event(
             failed = True
         stopped = events.stopped
         events.stop_after(float("inf"))
-        found = folders.locate(folder, None)
-        assert found is not None, f"no checkpoint after {count} events"
-        manifest = read_manifest(folder / found)
-        assert folders.damage(folder / found, manifest) == []
+        latest = folders.locate(folder, None)
+        assert latest is not None, f"no checkpoint after {count} events"
+        manifest = read_manifest(folder / latest)
+        assert folders.damage(folder / latest, manifest) == []
         assert manifest.step == 2 or stopped
         assert failed or read_manifest(folder / new).step == 2
         save(folder)
@@ -261,8 +261,8 @@ def test_keep_last(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
 
     (tmp_path / "global_step5" / "manifest.json").write_text("{}")
     on(Shape(1, 3, more={"wherry": {"checkpoint": {"keep_last": 2}}}), back)
-    found = {path.name for path in tmp_path.iterdir()}
-    assert found == {"best", "global_step3", "global_step4", "global_step5", "global_step6", "latest"}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"best", "global_step3", "global_step4", "global_step5", "global_step6", "latest"}
     assert "global_step6: of a later step than global_step4, which is saved" in caplog.text
     assert "global_step5 is passed over" in caplog.text
 
@@ -278,8 +278,8 @@ def test_another_model_or_optimizer_is_refused_and_loads_in_part(tmp_path: Path)
         engine.load_checkpoint(tmp_path, load_module_strict=False)
         return state_of(engine)
 
-    found = on(Shape(2, 3), another_model, model=make_model(lambda: TinyLM(blocks=3)))[0]
-    assert all(torch.equal(found[name], value) for name, value in states.items())
+    states_after = on(Shape(2, 3), another_model, model=make_model(lambda: TinyLM(blocks=3)))[0]
+    assert all(torch.equal(states_after[name], value) for name, value in states.items())
 
     def another_optimizer(engine: Any, comm: Comm) -> Any:
         with pytest.raises(CheckpointError, match=r"AdamW with exp_avg, exp_avg_sq.*load_optimizer_states=False"):
@@ -288,8 +288,8 @@ def test_another_model_or_optimizer_is_refused_and_loads_in_part(tmp_path: Path)
         assert engine.global_steps == 0
         return state_of(engine)
 
-    found = on(Shape(2, 3), another_optimizer, optimizer=lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9))[0]
-    for name, value in found.items():
+    states_after = on(Shape(2, 3), another_optimizer, optimizer=lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9))[0]
+    for name, value in states_after.items():
         if name.endswith((":master", ":working")):
             assert torch.equal(value, states[name])
 
@@ -316,7 +316,7 @@ def test_ranks_that_came_that_gave_up_and_that_never_come(tmp_path: Path) -> Non
     meetings[0].gather(3, LONG, parts.append)
     assert parts == ["part 0", "part 1", "part 2"]
     assert not list(tmp_path.iterdir())
-    # Rank 1 has not come and never does; rank 2 has given up.
+    # Rank 1 never joins; rank 2 has left.
     meetings = come(tmp_path, 3)
     meetings[0].report("part 0")
     meetings[2].give_up()

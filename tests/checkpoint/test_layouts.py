@@ -94,7 +94,7 @@ class Untied(TinyLM):
 
 
 class HeadFirst(TinyLM):
-    """The tied weight is named by the head, whose module comes first."""
+    """Load a tied weight under the name of the head, the first module that holds it."""
 
     def __init__(self) -> None:
         super().__init__(blocks=2)
@@ -110,8 +110,8 @@ UNTIED, HEAD_FIRST = make_model(Untied), make_model(HeadFirst)
 
 def test_a_tied_weight_loads_into_two_and_into_another_name(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     states = save_from(Shape(2, 2), tmp_path, steps=1)
-    found = load_into(Shape(3, 3), tmp_path, model=HEAD_FIRST)
-    assert_same({name.replace("head.", "embed."): value for name, value in found.items()}, states)
+    loaded = load_into(Shape(3, 3), tmp_path, model=HEAD_FIRST)
+    assert_same({name.replace("head.", "embed."): value for name, value in loaded.items()}, states)
     assert "tied" not in caplog.text
     for name, value in load_into(Shape(3, 3), tmp_path, model=UNTIED).items():
         assert torch.equal(value, states[name.replace("head.weight", "embed.weight")]), name

@@ -32,7 +32,7 @@ OPTIMIZERS = {
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_kind_of_state(tmp_path: Path, name: str) -> None:
-    """Save and load in an evaluation; training goes on as if there had been neither."""
+    """Save and load during an evaluation without an effect on training."""
     make = OPTIMIZERS[name]
 
     def begin(engine: Any, comm: Comm) -> Any:
@@ -49,9 +49,9 @@ def test_every_kind_of_state(tmp_path: Path, name: str) -> None:
         return train(engine, comm, 3, first=4), state_of(engine)
 
     losses, states = on(Shape(2, 2), begin, optimizer=make)[0]
-    again, found = on(Shape(2, 3), go_on, optimizer=make)[0]
+    again, restored = on(Shape(2, 3), go_on, optimizer=make)[0]
     assert again == losses
-    assert_same(found, states)
+    assert_same(restored, states)
 
 
 def micro_batches(engine: Any, comm: Comm, first: int, last: int) -> None:
@@ -94,9 +94,9 @@ def test_within_a_window_it_is_of_the_last_update(tmp_path: Path, caplog: pytest
     expected = on(shape, whole)[0]
     states, undisturbed = on(shape, begin)[0]
     assert len([text for text in caplog.messages if NOT_IN_IT.format(2, 3) in text]) == 1
-    for found in (undisturbed, on(shape, go_on)[0]):
-        assert found[0] == expected[0]
-        assert_same(found[1], expected[1])
+    for outcome in (undisturbed, on(shape, go_on)[0]):
+        assert outcome[0] == expected[0]
+        assert_same(outcome[1], expected[1])
     assert_same(on(Shape(3, 3 - stage, 2), elsewhere)[0], states)
 
 
@@ -132,11 +132,11 @@ def test_schedules_and_counts_go_on(tmp_path: Path, caplog: pytest.LogCaptureFix
         )[0]
 
     def rates(engine: Any, first: int) -> list[Any]:
-        found = []
+        rates = []
         for step in range(first, first + 4):
             train(engine, SoloComm(), 1, first=step)
-            found.append(engine.get_lr())
-        return found
+            rates.append(engine.get_lr())
+        return rates
 
     one, other = build(schedule), build(schedule)
     build(None).save_checkpoint(tmp_path)
@@ -165,15 +165,15 @@ def test_random_numbers_and_a_client_state_come_back(tmp_path: Path) -> None:
         engine.save_checkpoint(tmp_path, client_state=state)
         expected = draw()
         draw()
-        _, found = engine.load_checkpoint(tmp_path)
+        _, client_state = engine.load_checkpoint(tmp_path)
         assert draw() == expected
         for key in ("weights", "none"):
-            value = found.pop(key)
+            value = client_state.pop(key)
             assert torch.equal(value, state[key]) and value.dtype == state[key].dtype
-        array = found.pop("array")
+        array = client_state.pop("array")
         assert array.dtype == np.uint16 and array.tolist() == [0, 1, 2, 3]
-        assert found == {key: value for key, value in state.items() if key not in ("weights", "none", "array")}
-        assert type(found["counts"]) is Counter
+        assert client_state == {key: value for key, value in state.items() if key not in ("weights", "none", "array")}
+        assert type(client_state["counts"]) is Counter
 
     on(Shape(1, 3), body)
 

@@ -110,7 +110,7 @@ def pids_in(folder):
 
 @functools.cache
 def _ports():
-    """A row of ports of this process's own, below those that the system gives to whoever asks for any.
+    """Reserve a range of ports for this process, below the system's ephemeral ports.
 
     The first of the row is held as long as the process lives: another one, of another run as well, takes another row.
     """
@@ -124,7 +124,7 @@ def _ports():
 
 
 def free_port():
-    """A port for ranks to meet at, given once."""
+    """Return a rendezvous port that no earlier call returned."""
     for port in _ports()[1]:
         with socket.socket() as probe, contextlib.suppress(OSError):
             probe.bind(("127.0.0.1", port))

@@ -66,16 +66,16 @@ def adapter_in(path: Path) -> Path | None:
 
 
 def base_of(adapter: Path, command: str) -> Path:
-    """The folder of the model that an adapter is of."""
+    """Return the folder of the model that an adapter was trained for."""
     file = adapter / _ADAPTER
     try:
-        found = json.loads(read_regular(file, _LONGEST))["base_model_name_or_path"]
+        base = json.loads(read_regular(file, _LONGEST))["base_model_name_or_path"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise WherryError(f"{command}: {file} does not say whose adapter it is: {error}") from None
-    folder = folder_on(found, command, fetch=False) if isinstance(found, str) else Path()
-    if not isinstance(found, str) or not os.path.exists(folder):  # a path that is too long is none
+    folder = folder_on(base, command, fetch=False) if isinstance(base, str) else Path()
+    if not isinstance(base, str) or not os.path.exists(folder):  # Path.exists raises for a long name
         raise WherryError(
-            f"{command}: {adapter} is an adapter of {one_line(str(found))}, which is not here; give that model's "
+            f"{command}: {adapter} is an adapter of {one_line(str(base))}, which is not here; give that model's "
             f"folder as MODEL, and --adapter {adapter}"
         )
     return folder

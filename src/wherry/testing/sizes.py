@@ -1,10 +1,12 @@
-"""Sizes at which the engine changes its path, made small so that a tiny model takes the path of a large one."""
+"""Shrink the sizes at which the engine changes its path, so that a tiny model takes the path of a large one."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from unittest.mock import patch
+
+from wherry.errors import WherryError
 
 SIZES = {
     # Flats up to this size share an update bucket.
@@ -23,6 +25,8 @@ SIZES = {
 @contextmanager
 def small_sizes(**numel: int) -> Iterator[None]:
     """Set sizes in elements, by their names in SIZES, for engines that are built and run inside of the `with`."""
+    if unknown := numel.keys() - SIZES.keys():
+        raise WherryError(f"small_sizes: expected {', '.join(SIZES)}, got {', '.join(sorted(unknown))}")
     with ExitStack() as patches:
         for name, count in numel.items():
             patches.enter_context(patch(SIZES[name], count))
