@@ -1,5 +1,5 @@
 #!/bin/sh
-# The native code under sanitizers: `sanitize.sh asan` (address and undefined behaviour; the C++ tests, then the
+# The native code under sanitizers: `sanitize.sh asan` (address and undefined behavior; the C++ tests, then the
 # Python tests of the kernels on an instrumented library), `sanitize.sh tsan` (threads; the C++ tests), or both.
 set -eu
 top=$(cd "$(dirname "$0")/../.." && pwd)
@@ -19,21 +19,24 @@ programs() { # folder
   done
 }
 
-asan() {
+asan() (
   build "$top/build/asan" address,undefined
   export UBSAN_OPTIONS=halt_on_error=1:print_stacktrace=1
   programs "$top/build/asan"
-  mkdir "$scratch/package"
-  cp -R "$top/src/wherry" "$scratch/package/wherry"
-  cp "$top/build/asan/libwherry.so" "$scratch/package/wherry/native/libwherry.so"
+  # A copy of the project, as an editable install finds its own sources before those of PYTHONPATH.
+  mkdir "$scratch/project"
+  copy=$(cd "$top" && "$python" -c "from tests.mutants.__main__ import *; print(copy_project(ROOT, Path('$scratch/project')))")
+  cp "$top/build/asan/libwherry.so" "$scratch/project/src/wherry/native/libwherry.so"
   echo "== Python tests on the instrumented library"
   # Only the library is instrumented, so what the interpreter leaves allocated is not looked at.
-  LD_PRELOAD="$(${CXX:-g++} -print-file-name=libasan.so) $(${CXX:-g++} -print-file-name=libstdc++.so)" \
-    ASAN_OPTIONS=detect_leaks=0 PYTHONPATH="$scratch/package" HYPOTHESIS_STORAGE_DIRECTORY="$scratch/hypothesis" \
-    "$python" -m pytest -p no:cacheprovider --rootdir "$top" "$top"/tests/native/test_update.py \
-    "$top"/tests/native/test_split.py "$top"/tests/native/test_passes.py \
-    "$top"/tests/native/test_blocks.py "$top"/tests/native/test_formulas.py
-}
+  export LD_PRELOAD="$(${CXX:-g++} -print-file-name=libasan.so) $(${CXX:-g++} -print-file-name=libstdc++.so)"
+  export ASAN_OPTIONS=detect_leaks=0
+  cd "$scratch/project"
+  "$copy" -c 'from wherry import native; native.available_isas(); print(open("/proc/self/maps").read())' \
+    | grep -q "$scratch/project/src/wherry/native/libwherry.so" || { echo "another library was tested" >&2; exit 1; }
+  "$copy" -m pytest -p no:cacheprovider tests/native/test_update.py tests/native/test_split.py \
+    tests/native/test_passes.py tests/native/test_blocks.py tests/native/test_formulas.py
+)
 
 tsan() {
   build "$top/build/tsan" thread

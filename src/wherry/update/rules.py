@@ -336,6 +336,8 @@ class TorchRule(UpdateRule):
     def load_kept(
         self, segments: Sequence[UpdateSegment], steps: Sequence[int], kept: Sequence[Mapping[str, State]]
     ) -> None:
+        if not segments:  # a rank of padding alone; torch's optimizers refuse to have no parameters
+            return
         inner = self._bind(segments)
         for parameter, count, corrected, values in zip(
             self._parameters, steps, self._corrected(segments), kept, strict=True
