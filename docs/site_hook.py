@@ -20,8 +20,8 @@ LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)#\s]*)(#[^)\s]*)?\)")
 def on_files(files: Files, config: Any) -> Files:
     for name in PAGES:
         files.append(File.generated(config, name, content=(ROOT / name).read_text()))
-    licence = f"# Licence\n\n```text\n{(ROOT / 'LICENSE').read_text()}```\n"
-    files.append(File.generated(config, "LICENSE.md", content=licence))
+    license = f"# License\n\n```text\n{(ROOT / 'LICENSE').read_text()}```\n"
+    files.append(File.generated(config, "LICENSE.md", content=license))
     files.append(File.generated(config, "examples.md", content=_examples()))
     return files
 
@@ -61,5 +61,5 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         repository = config.repo_url
         return f"[{text}]({repository}/blob/main/{place})" if repository else text
 
-    # What a console shows without a prompt would not be coloured.
+    # What a console shows without a prompt would not be colored.
     return LINK.sub(follow, markdown).replace("```console", "```bash")

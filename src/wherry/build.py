@@ -69,7 +69,7 @@ def initialize(
     optimizer has its own already: parameters that it does not have are told of, and not trained.
 
     `mesh` is a DeviceMesh with axes named `dp`, `tp` and `pp`, or the `mpu` of Megatron-style code; without it all
-    ranks that the launcher started share the data. The model has been parallelised over `tp`, by torch's
+    ranks that the launcher started share the data. The model has been parallelized over `tp`, by torch's
     `parallelize_module` or by hand, and is this rank's stage of `pp`.
 
         engine, optimizer, _, _ = wherry.initialize(

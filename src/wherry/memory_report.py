@@ -19,7 +19,7 @@ from wherry.sharding.flat_gradient import Landing
 from wherry.sharding.gradients import Gradients
 from wherry.sharding.grouping import UnitPlan
 from wherry.sharding.layout import lay_out
-from wherry.sharding.quantised import flat_kind
+from wherry.sharding.quantized import flat_kind
 from wherry.sharding.unit import Unit
 from wherry.tier_choice import TierChoice
 from wherry.tiers.disk import DiskStore

@@ -19,7 +19,7 @@ from wherry.sharding.layout import Place, tile_places
 from wherry.sharding.meta import Given, give, give_buffer, pieces, write
 from wherry.sharding.model_checks import taken
 from wherry.sharding.param_shard import ParamShard, own_values, shard_of
-from wherry.sharding.quantised import is_wide, turned
+from wherry.sharding.quantized import is_wide, turned
 from wherry.sharding.safetensors_folder import TensorBlock, TensorSource, Turned, open_folder
 
 

@@ -101,7 +101,7 @@ def plain(folder: Path, model: str, options: Namespace, method: str, parts: int)
         **packed,
     )  # fmt: skip
     whole = transformers.AutoModelForCausalLM.from_pretrained(
-        folder / model, dtype=torch.float32, quantization_config=quantisation(options.bits), device_map="cpu"
+        folder / model, dtype=torch.float32, quantization_config=quantization(options.bits), device_map="cpu"
     )
     trainer = cls(
         model=whole, args=arguments, train_dataset=Dataset.from_list(rows),
@@ -115,7 +115,7 @@ def plain(folder: Path, model: str, options: Namespace, method: str, parts: int)
     return history(trainer)
 
 
-def quantisation(bits: int | None) -> Any:
+def quantization(bits: int | None) -> Any:
     if bits != 4:
         return None if bits is None else transformers.BitsAndBytesConfig(load_in_8bit=True)
     return transformers.BitsAndBytesConfig(

@@ -85,10 +85,10 @@ def engine_of(folder: Path, bits: int | None = None) -> Any:
     return wherry.initialize(model=model, config={"zero_optimization": {"stage": 3}})[0]
 
 
-def plain(folder: Path, **quantisation: Any) -> Any:
+def plain(folder: Path, **quantization: Any) -> Any:
     import transformers
 
-    told = {"quantization_config": transformers.BitsAndBytesConfig(**quantisation)} if quantisation else {}
+    told = {"quantization_config": transformers.BitsAndBytesConfig(**quantization)} if quantization else {}
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, device_map="cpu", **told)
 
 
@@ -208,8 +208,8 @@ def test_what_cannot_be_is_told(
 
     model, rows = folder / "llama", f"--data={folder / 'rows.jsonl'}"
     coded, other = tmp_path / "coded", tmp_path / "other"
-    for path, quantisation in ((coded, NF4), (other, {"load_in_8bit": True})):
-        plain(model, **quantisation).save_pretrained(path)
+    for path, quantization in ((coded, NF4), (other, {"load_in_8bit": True})):
+        plain(model, **quantization).save_pretrained(path)
         transformers.AutoTokenizer.from_pretrained(model).save_pretrained(path)
     for words, told in (
         ([str(model), rows, "--bits=4"], "--bits 4: weights in few bits cannot be trained themselves; add --lora"),

@@ -23,7 +23,7 @@ from wherry.checkpoint.session import Session, plain_tensors
 from wherry.checkpoint.session import aliases as tied_names
 from wherry.config.problems import path_meant
 from wherry.observe.progress import Progress
-from wherry.sharding.quantised import is_wide
+from wherry.sharding.quantized import is_wide
 from wherry.sharding.unit import Flat
 
 INDEX = "model.safetensors.index.json"

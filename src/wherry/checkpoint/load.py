@@ -24,7 +24,7 @@ from wherry.errors import one_line
 from wherry.native import Blocks8, quantize
 from wherry.observe.progress import Progress
 from wherry.sharding.layout import SegmentSpan, Slot
-from wherry.sharding.quantised import scales
+from wherry.sharding.quantized import scales
 from wherry.sharding.unit import Flat
 from wherry.update.optimizer_states import FlatState
 from wherry.update.parameter_states import kept_fields, own_shape

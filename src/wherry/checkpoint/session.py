@@ -17,7 +17,7 @@ from wherry.errors import WherryError
 from wherry.observe.log import get_logger
 from wherry.parallel.comm import Comm
 from wherry.sharding.layout import Place, SegmentSpan, Slot, tile_places
-from wherry.sharding.quantised import scales
+from wherry.sharding.quantized import scales
 from wherry.sharding.unit import Flat, Unit
 from wherry.sharding.weights import Gatherer
 from wherry.tiers.streams import Link

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from wherry.plan.estimate import Estimate, Use
 
 BAR = 40
-# What each is on a terminal, where colours are fewer than on a page, and in words.
+# What each is on a terminal, where colors are fewer than on a page, and in words.
 COLOURS = {
     "parameters": ("cyan", "working weights"),
     "gradients": ("yellow", "of the working weights"),
@@ -148,7 +148,7 @@ def page(now: Estimate, said: Sequence[str], config: str = "") -> str:
     return observe.page(f"{now.model}: wherry plan", *_body(now, said, config), style=_STYLE)
 
 
-def _colour(category: str) -> str:
+def _color(category: str) -> str:
     """As in the picture of memory over a step."""
     return f"var(--c{STATES.index(category)})"
 
@@ -165,14 +165,14 @@ def _body(now: Estimate, said: Sequence[str], config: str) -> Iterator[str]:
             whole = max(use.needed, use.usable)
             parts = "".join(
                 f'<div title="{category}: {size(nbytes)}" style="width: {100 * nbytes / whole:.2f}%; '
-                f'background: {_colour(category)}"></div>'
+                f'background: {_color(category)}"></div>'
                 for category, nbytes in use.parts.items()
             )
             limit = "" if use.fits else f'<b title="usable" style="left: {100 * use.usable / whole:.2f}%"></b>'
             yield f'<div class="bar">{parts}{limit}</div>'
     yield '<table class="states"><tr><th>bytes of a rank</th><th>rest on</th><th></th><th></th></tr>'
     for category, place, nbytes, meaning in _rows(now):
-        swatch = f'<span class="swatch" style="background: {_colour(category)}"></span>'
+        swatch = f'<span class="swatch" style="background: {_color(category)}"></span>'
         yield (
             f'<tr><td>{swatch}{category}</td><td>{place}</td><td class="number">{nbytes}</td>'
             f'<td class="dim">{meaning}</td></tr>'

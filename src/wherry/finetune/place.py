@@ -25,7 +25,7 @@ from wherry.plan.forecaster import Forecaster
 from wherry.plan.machines import Machine
 from wherry.plan.model_source import Inputs, ModelSource
 from wherry.plan.quantities import seconds, size
-from wherry.sharding.quantised import flat_kind
+from wherry.sharding.quantized import flat_kind
 from wherry.update.policy import update_policy
 
 _SHOWN = 6

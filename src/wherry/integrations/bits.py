@@ -132,11 +132,11 @@ def _replaced(model: Any, told: Mapping[str, Any], dtype: torch.dtype, command: 
     except (AttributeError, TypeError, ValueError) as error:
         raise WherryError(f"{command}: quantization_config of the model's config.json: {error}") from error
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)  # it tells of every product that it casts
-    quantiser = AutoHfQuantizer.from_config(config, pre_quantized=has_codes)
+    quantizer = AutoHfQuantizer.from_config(config, pre_quantized=has_codes)
     model.config = copy(model.config)  # others may be made of it
-    quantiser.preprocess_model(model=model, dtype=dtype, device_map=None)
-    quantiser.postprocess_model(model)
+    quantizer.preprocess_model(model=model, dtype=dtype, device_map=None)
+    quantizer.postprocess_model(model)
     if not any(True for _ in _coded(model)):
         raise WherryError(f"{command}: a {type(model).__name__} has no layers that are held in few bits")
-    model.hf_quantizer = quantiser
+    model.hf_quantizer = quantizer
     return model

@@ -141,7 +141,7 @@ def stored(folder: Path) -> tuple[int, int, torch.dtype]:
     """How many weights a folder has, how many bytes of codes beside them, and the dtype of the largest tensor."""
     from torch import nn
 
-    from wherry.sharding.quantised import is_wide
+    from wherry.sharding.quantized import is_wide
     from wherry.sharding.safetensors_folder import InFile, open_folder
 
     sources = [source for source in open_folder(folder, nn.Module(), {}).values() if isinstance(source, InFile)]

@@ -22,7 +22,7 @@ from wherry.sharding.safetensors_folder import TensorBlock
 
 
 class Tile(nn.Linear):
-    """One tile: a unit of its own. It is initialised as the part of the whole layer that it is."""
+    """One tile: a unit of its own. It is initialized as the part of the whole layer that it is."""
 
     always_a_unit = True
 

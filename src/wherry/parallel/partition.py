@@ -112,7 +112,7 @@ def retype(parameter: nn.Parameter, dtype: torch.dtype, device: torch.device) ->
     if given._local_tensor.device != device:
         raise WherryError(
             f"a DTensor parameter rests on {given._local_tensor.device} and the engine computes on {device}; build the "
-            "mesh with that device's type, and move the model there before it is parallelised"
+            "mesh with that device's type, and move the model there before it is parallelized"
         )
     from torch.distributed.tensor import DTensor
 

@@ -1,4 +1,4 @@
-"""The part of a model that is run: few of its equal blocks, as the others do what their neighbours do, and of each
+"""The part of a model that is run: few of its equal blocks, as the others do what their neighbors do, and of each
 matrix what a tensor-parallel rank has."""
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from wherry.nn import GeluLinear
 from wherry.plan.formulas import precision_of
 from wherry.plan.model_states import WORKING_BYTES
 from wherry.sharding.grouping import plan_units
-from wherry.sharding.quantised import has_codes
+from wherry.sharding.quantized import has_codes
 
 if TYPE_CHECKING:
     from wherry.config import Config

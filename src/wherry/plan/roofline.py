@@ -126,7 +126,7 @@ def is_fp32(config: Config) -> bool:
 def _collective_seconds(nbytes: Mapping[str, float], config: Config, machine: Machine, ranks: int, grid: Grid) -> float:
     """What a rank sends over the slowest link on the way, in each group of ranks that it is in."""
     data, tensor = grid.data_ranks(ranks), grid.tensor
-    # Ranks that cut matrices are neighbours; those that share the data come after them.
+    # Ranks that cut matrices are neighbors; those that share the data come after them.
     inside = machine.nodes == 1
     far = machine.link if inside else min(machine.link, machine.network)
 

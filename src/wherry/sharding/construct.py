@@ -20,7 +20,7 @@ from wherry.sharding.grouping import UnitPlan
 from wherry.sharding.layout import FlatLayout, lay_out
 from wherry.sharding.meta import Materialiser, pieces, source_of, write
 from wherry.sharding.param_shard import own_values, shard_of, take
-from wherry.sharding.quantised import flat_kind, prepare, quantise, scales
+from wherry.sharding.quantized import flat_kind, prepare, quantize, scales
 from wherry.sharding.safetensors_folder import TensorSource
 from wherry.sharding.unit import Flat, Unit
 from wherry.tiers.elastic import Heap
@@ -117,7 +117,7 @@ class Builder:
                     f"{name}: complex parameters are not supported, got {parameter.dtype}; "
                     "hold real and imaginary parts in a real parameter and use torch.view_as_complex"
                 )
-            if quantise(name, parameter, sources.get(parameter), self.device):
+            if quantize(name, parameter, sources.get(parameter), self.device):
                 del sources[parameter]  # it has been read
                 self._heap.freed(8 * parameter.nbytes)  # its values, in several precisions
             self._prepare(name, parameter)

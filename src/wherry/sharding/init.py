@@ -21,7 +21,7 @@ from wherry.parallel import topology as topologies
 from wherry.parallel.comm import Comm
 from wherry.placement import Tier
 from wherry.sharding.param_shard import ParamShard, Sharing, is_plain, made_of, shard_of
-from wherry.sharding.quantised import is_wide
+from wherry.sharding.quantized import is_wide
 from wherry.tiers.elastic import Heap
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ class Init:
     """Within it, models of any class are built partitioned: a submodule's parameters go to their shards when the next
     one is built, so that memory holds one submodule above the shards.
 
-    Initialisation code runs unchanged: a parameter that it touches is made whole, and released again. Every rank must
+    Initialization code runs unchanged: a parameter that it touches is made whole, and released again. Every rank must
     build the same model; rank 0's values are used. `wherry.initialize` takes such models as any other.
 
         with wherry.Init(config="config.json"):
@@ -242,7 +242,7 @@ class _Touch(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _is_initialiser(func: Any) -> bool:
+def _is_initializer(func: Any) -> bool:
     return getattr(func, "__module__", None) == nn.init.__name__ and func.__name__.endswith("_")
 
 
@@ -261,7 +261,7 @@ class _Shapes(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _DRAWS or _is_initialiser(func):
+        if func in _DRAWS or _is_initializer(func):
             tensor = args[0] if args else kwargs.get("tensor")
             if isinstance(tensor, torch.Tensor) and tensor.is_meta:
                 return tensor

@@ -201,7 +201,7 @@ def write(start: int, values: torch.Tensor, target: torch.Tensor, begin: int = 0
 class Materialiser:
     """Gives values to what is on the meta device, as many modules at a time as hold the parameters asked for.
 
-    A module's `reset_parameters` initialises its own parameters and buffers; models of `transformers` have
+    A module's `reset_parameters` initializes its own parameters and buffers; models of `transformers` have
     `_init_weights(module)` for all of theirs. Modules whose values are all in files get memory alone.
     """
 
@@ -248,7 +248,7 @@ class Materialiser:
     ) -> None:
         """Give values to the modules that hold any of `parameters`, as far as these are on the meta device.
 
-        `block` has them all, if one module has: modules in it that hold none may initialise those of their children.
+        `block` has them all, if one module has: modules in it that hold none may initialize those of their children.
         Parameters in `memory` are given that. What has values in a file is drawn only beside what has none.
         """
         wanted = {parameter for parameter in parameters if parameter.is_meta}
@@ -289,7 +289,7 @@ class Materialiser:
     def _take_off_meta(
         self, module: nn.Module, memory: Mapping[nn.Parameter, torch.Tensor], *, in_files: bool = False
     ) -> dict[str, torch.Tensor]:
-        """Returns what it has taken off the meta device, filled with what no initialiser leaves where none is read."""
+        """Returns what it has taken off the meta device, filled with what no initializer leaves where none is read."""
         self._waiting.remove(module)
         placed: dict[str, torch.Tensor] = {}
         if isinstance(module, nn.RNNBase):
@@ -375,7 +375,7 @@ def _all_given(module: nn.Module) -> bool:
 @contextmanager
 def _values_kept(module: nn.Module, placed: Container[str], device: torch.device) -> Iterator[None]:
     """What has values that count is a copy for a while: parameters that are tied to a module that had its turn or were
-    built in memory, and buffers that were read from files. An initialiser may read other buffers, and sets them."""
+    built in memory, and buffers that were read from files. An initializer may read other buffers, and sets them."""
     parameters = {n: p for n, p in module._parameters.items() if p is not None and n not in placed}
     read = module.__dict__.get(GIVEN, ())
     buffers = {n: b for n, b in module._buffers.items() if b is not None and n in read}

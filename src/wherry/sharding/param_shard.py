@@ -16,7 +16,7 @@ from torch import nn
 
 from wherry.parallel.comm import Comm
 from wherry.parallel.partition import local
-from wherry.sharding.quantised import is_wide, placeholder
+from wherry.sharding.quantized import is_wide, placeholder
 from wherry.tiers.disk_errors import DiskError, hint, human
 from wherry.tiers.disk_folder import make_folder
 

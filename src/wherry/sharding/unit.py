@@ -13,7 +13,7 @@ from torch import nn
 from wherry.parallel.partition import is_dtensor
 from wherry.placement import Tier
 from wherry.sharding.layout import FlatLayout
-from wherry.sharding.quantised import Attribute, placeholder, places
+from wherry.sharding.quantized import Attribute, placeholder, places
 from wherry.tickets import DONE, Ticket
 from wherry.tiers.elastic import Elastic
 from wherry.tiers.storage import Storage, opened

@@ -12,7 +12,7 @@ from wherry.observe.log import logger
 from wherry.observe.spans import SILENT, recording, span
 from wherry.parallel.comm import Merging
 from wherry.parallel.topology import Topology
-from wherry.sharding.quantised import is_wide
+from wherry.sharding.quantized import is_wide
 from wherry.sharding.unit import Flat, Unit, Weights
 from wherry.tickets import CallbackTicket, Ticket, TicketGroup
 from wherry.tiers.storage import Storage

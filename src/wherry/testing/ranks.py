@@ -282,7 +282,7 @@ def run_ranks(size: int, body: Callable[[Comm], T], *, timeout: float = 60.0) ->
 def run_grid(
     body: Callable[[Topology], T], *, data: int = 1, tensor: int = 1, pipe: int = 1, timeout: float = 60.0
 ) -> list[T]:
-    """As `run_ranks`, for ranks along several mesh axes; the tensor axis runs fastest, then the data axis."""
+    """`run_ranks` for ranks along several mesh axes; the tensor axis runs fastest, then the data axis."""
     grid = torch.arange(data * tensor * pipe).view(pipe, data, tensor)
 
     def place(world: Comm) -> T:

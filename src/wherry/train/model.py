@@ -89,9 +89,9 @@ class GPT(nn.Module):
         self.head = nn.Linear(config.hidden, config.vocabulary, bias=False)
         if config.tied:
             self.head.weight = self.tokens.weight
-        self._initialise()
+        self._initialize()
 
-    def _initialise(self) -> None:
+    def _initialize(self) -> None:
         # GPT-2's scheme: what is added to the residual stream starts smaller the more layers add to it.
         residual = 0.02 / math.sqrt(2 * self.config.layers)
         for name, module in self.named_modules():

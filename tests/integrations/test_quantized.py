@@ -27,7 +27,7 @@ IDS = torch.randint(0, 64, (2, 12), generator=torch.Generator().manual_seed(1))
 LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def quantisation(kind: str) -> Any:
+def quantization(kind: str) -> Any:
     import transformers
 
     if kind.startswith("torchao"):
@@ -69,7 +69,7 @@ def loaded(folder: Path, kind: str | None) -> Any:
     """Load a model with adapters as from_pretrained quantizes it."""
     import transformers
 
-    how = {} if kind is None else {"quantization_config": quantisation(kind), "device_map": "cpu"}
+    how = {} if kind is None else {"quantization_config": quantization(kind), "device_map": "cpu"}
     with warnings.catch_warnings(action="ignore"):
         return adapted(transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **how))
 
@@ -142,10 +142,10 @@ def test_checkpoints_hold_codes_with_their_scales(folder: Path, tmp_path: Path) 
     expected = train_engine(loaded(folder, "nf4"), stage=3, ranks=2, finish=save, **COMMON).extra
     wiped = loaded(folder, "nf4")
     for parameter in wiped.parameters():
-        quantised = getattr(parameter, "quant_state", None)
-        if quantised is not None:
+        quantized = getattr(parameter, "quant_state", None)
+        if quantized is not None:
             parameter.data.zero_()
-            quantised.absmax.zero_()
+            quantized.absmax.zero_()
     for saved, model in (("saved", wiped), ("adapters", loaded(folder, "nf4"))):
 
         def load(engine: Any, saved: str = saved) -> float:

@@ -100,7 +100,7 @@ def _has_codes_in_a_file(parameter: torch.Tensor) -> bool:
     return parameter.is_meta and getattr(parameter, "quant_state", None) is not None
 
 
-def quantise(name: str, parameter: nn.Parameter, source: TensorSource | None, device: torch.device) -> bool:
+def quantize(name: str, parameter: nn.Parameter, source: TensorSource | None, device: torch.device) -> bool:
     """Give a weight of bitsandbytes its codes, as `module.to(device)` does, if it has none. True where it was read from
     `source` for that: a file has it in full precision, or the codes."""
     if not (_awaits_4_bits(parameter) or _awaits_8_bits(parameter) or _has_codes_in_a_file(parameter)):
