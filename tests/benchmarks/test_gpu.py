@@ -1,4 +1,4 @@
-"""What is measured on a GPU: its bound, and parts that run here at toy size, end in time and leave their rows."""
+"""Measurements on a GPU: their bounds, and parts that run here at toy size, end in time and leave their rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the schema says about itself: the JSON schema, `explain`, the page in docs/, and the command."""
+"""The schema on itself: the JSON schema, `explain`, the page in docs/, and the command."""
 
 import io
 import json

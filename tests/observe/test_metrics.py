@@ -39,7 +39,7 @@ def test_a_service_that_is_not_installed_is_told_with_its_key(block, module, mon
 
 
 class _Service(types.ModuleType):
-    """What a service's package offers, with its calls written down."""
+    """A service's package that writes down what is called of it."""
 
     def __init__(self, **answers):
         super().__init__("service")
