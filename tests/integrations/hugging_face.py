@@ -126,7 +126,7 @@ def with_trainer(resume=None):
 
 
 def with_pretrained():
-    """What was saved, read again: under zero.Init where a config asks for it."""
+    """Read what was saved: under zero.Init where a config asks for it."""
     start_anew()
     path = os.path.join(FOLDER, "plain", "final")
     more = {}
@@ -242,7 +242,9 @@ class Blocks(nn.Module):
 def with_adafactor():
     """Train blocks that the engine compiles with the Trainer's Adafactor, which needs whole parameters."""
     start_anew()
-    cls, more, extra = in_mode(Trainer)
+    config = AUTO | {"zero_optimization": ZERO}  # sizes that are "auto" ask for a hidden_size
+    del config["optimizer"]
+    cls, more, extra = in_mode(Trainer, config)
     if MODE != "plain":
         more |= {"torch_compile": True, "torch_compile_backend": "eager"}
     args = TrainingArguments(

@@ -1,4 +1,4 @@
-"""What `wherry train` saves is a GPT-2 that transformers has of its own, and a tokenizer that takes bytes."""
+"""`wherry train` saves a GPT-2 that transformers has of its own, and a tokenizer that takes bytes."""
 
 from __future__ import annotations
 
