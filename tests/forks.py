@@ -30,7 +30,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
-from typing import IO, Any, NoReturn, Protocol
+from typing import IO, Any, NoReturn
 
 import psutil
 from tests.cli.programs import SSH, environment, free_port
@@ -40,10 +40,6 @@ ROOT = Path(__file__).parents[1]
 ENGINE = ("wherry.build", "wherry.engine", "torch._dynamo")
 QUIET = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", "OMP_NUM_THREADS": "1"}
 _SET_PARENT_DEATH_SIGNAL = 1
-
-
-class HasFileno(Protocol):
-    def fileno(self) -> int: ...
 
 
 class Child:
@@ -100,26 +96,13 @@ class Forks:
             self._environment["PYTHONPATH"] = os.pathsep.join([str(alias.FOLDER), self._environment["PYTHONPATH"]])
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._process: subprocess.Popen[bytes] | Child
+        code = f"from tests.forks import serve; serve({modules!r}, {forked_ranks})"
+        how = {"stdin": theirs, "stdout": sys.__stdout__, "stderr": sys.__stderr__, "env": self._environment}
         with theirs:
             if apart or not set(ENGINE) <= set(modules):
-                code = f"from tests.forks import serve; serve({theirs.fileno()}, {modules!r})"
-                self._process = subprocess.Popen(
-                    [sys.executable, "-c", code],
-                    cwd=ROOT,
-                    env=self._environment,
-                    pass_fds=[theirs.fileno()],
-                    stdin=subprocess.DEVNULL,
-                )
+                self._process = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, **how)
             else:
-                code = f"from tests.forks import serve; serve(0, {modules!r}, {forked_ranks})"
-                self._process = engine().start(
-                    ["-c", code],
-                    stdin=theirs,
-                    stdout=sys.__stdout__,
-                    stderr=sys.__stderr__,
-                    env=self._environment,
-                    folder=ROOT,
-                )
+                self._process = engine().start(["-c", code], folder=ROOT, **how)
 
     def ask(self, request: dict[str, Any], fds: Sequence[int] = ()) -> Any:
         message = json.dumps(request).encode()
@@ -135,17 +118,15 @@ class Forks:
         self,
         command: Sequence[str],
         *,
-        stdin: int | HasFileno = subprocess.DEVNULL,
-        stdout: int | HasFileno = subprocess.DEVNULL,
-        stderr: int | HasFileno = subprocess.DEVNULL,
+        stdin: Any = subprocess.DEVNULL,
+        stdout: Any = subprocess.DEVNULL,
+        stderr: Any = subprocess.DEVNULL,
         env: Mapping[str, str] | None = None,
         folder: Path | None = None,
         launched: bool = False,
     ) -> Child:
-        """Run what an interpreter would with these arguments: a script, perhaps after -P, or the code after -c.
-
-        `launched`: a script as a rank of `wherry run`.
-        """
+        """Run the script, or the code after -c, that an interpreter with these arguments would; `launched`: a script as
+        a rank of `wherry run`."""
         with contextlib.ExitStack() as stack:
             mine: dict[int, IO[bytes]] = {}
             theirs = []
@@ -160,7 +141,6 @@ class Forks:
                 elif wanted == subprocess.STDOUT:
                     theirs.append(theirs[1])
                 else:
-                    assert not isinstance(wanted, int)
                     theirs.append(wanted.fileno())
             request = {
                 "command": list(command),
@@ -213,7 +193,7 @@ class Forks:
 
     def of(self, *modules: str, as_deepspeed: bool = False) -> Forks:
         """Forks of a process that imported these modules too, kept as long as the test worker."""
-        return _with(modules, as_deepspeed)
+        return kept(*modules, as_deepspeed=as_deepspeed)
 
     def close(self) -> None:
         self._socket.close()
@@ -227,30 +207,29 @@ class Forks:
 
 
 @functools.cache
+def kept(*modules: str, **how: bool) -> Forks:
+    """Forks of a process that lives as long as the test worker."""
+    forks = Forks(*ENGINE, *modules, **how)
+    atexit.register(forks.close)
+    return forks
+
+
 def engine() -> Forks:
-    """The process that imported the engine: one for each test worker, forked by all others."""
-    forks = Forks(*ENGINE, apart=True)
-    atexit.register(forks.close)
-    return forks
-
-
-@functools.cache
-def _with(modules: tuple[str, ...], as_deepspeed: bool) -> Forks:
-    forks = Forks(*ENGINE, *modules, as_deepspeed=as_deepspeed)
-    atexit.register(forks.close)
-    return forks
+    """Forks of the process that imported the engine, which is one for each test worker and forked by all others."""
+    return kept(apart=True)
 
 
 # The process that forks.
 
 
-def serve(fd: int, modules: Sequence[str], forked_ranks: bool = False) -> None:
+def serve(modules: Sequence[str], forked_ranks: bool) -> None:
+    """Fork as the requests that come over standard input ask for."""
     for name in modules:
         importlib.import_module(name)
     if forked_ranks:
         fork_interpreters()
     gc.freeze()  # no fork need look at what was imported
-    with socket.socket(fileno=fd) as link:
+    with socket.socket(fileno=0) as link:
         while True:
             message, fds, *_ = socket.recv_fds(link, 1 << 20, 3)
             if not message:
@@ -299,11 +278,8 @@ def _run(command: list[str]) -> None:
     """Run a program as an interpreter with these arguments does, and end as it does."""
     status = 0
     try:
-        while command[0] in ("-I", "-S", "-P", "-u"):
-            flag = command.pop(0)
-            if flag == "-P":
-                del sys.path[0]
-            elif flag == "-u":
+        while command[0] in ("-I", "-S", "-u"):
+            if command.pop(0) == "-u":
                 sys.stdout = io.TextIOWrapper(io.FileIO(1, "wb", closefd=False), "utf-8", write_through=True)
         sys.argv = command
         main = ModuleType("__main__")

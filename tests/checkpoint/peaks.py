@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tests.engine.harness import adamw, settings
+from tests.engine.harness import engine_of, make_model, settings
 from torch import nn
 
-import wherry
 from wherry.checkpoint import files, reader
 from wherry.checkpoint.export import export
 
@@ -40,10 +39,9 @@ def peak_of(work: Callable[[], Any]) -> int:
     return status("VmHWM") - before
 
 
-def engine_of(more: dict[str, Any] | None = None) -> Any:
-    torch.manual_seed(0)
-    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS)))
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=settings(3, more=more))
+def trained(more: dict[str, Any] | None = None) -> Any:
+    model = make_model(lambda: nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(LAYERS))))
+    engine = engine_of(model, settings(3, more=more))
     engine.backward(engine(torch.ones(1, WIDTH)).square().mean())
     engine.step()
     engine.settle()
@@ -55,7 +53,7 @@ def main() -> None:
     folder = Path(sys.argv[1])
     unit = 12 * WIDTH * WIDTH
     seen: dict[str, int] = {"unit": unit, "states": LAYERS * unit, "buffers": (files.THREADS + 2) * files.BLOCK}
-    engine = engine_of()
+    engine = trained()
     engine.save_checkpoint(folder / "warm")
     seen["save"] = peak_of(lambda: engine.save_checkpoint(folder / "one"))
     seen["load"] = peak_of(lambda: engine.load_checkpoint(folder / "one"))
@@ -66,7 +64,7 @@ def main() -> None:
     (folder / "states").mkdir()
     tier = {"device": "nvme", "nvme_path": str(folder / "states")}
     zero = {"stage": 3, "offload_optimizer": tier, "offload_param": {**tier, "max_in_cpu": 0}}
-    engine = engine_of({"zero_optimization": zero, "wherry": {"checkpoint": {"async_save": True}}})
+    engine = trained({"zero_optimization": zero, "wherry": {"checkpoint": {"async_save": True}}})
 
     def behind() -> None:
         engine.save_checkpoint(folder / "behind")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from tests.checkpoint.harness import BF16, MODEL, Shape, assert_same, load_into, on, state_of, train
-from tests.engine.harness import adamw, make_model, settings
+from tests.engine.harness import adamw, engine_of, make_model, settings
 from tests.engine.test_whole_optimizers import VOUCHED
 
 import wherry
@@ -57,12 +57,10 @@ def async_engine(
     """An engine with `async_save`; if `late`, on a device apart from the host, whose copies complete late."""
     chaos = Chaos(7 * stage + comm.rank)
     link = LatestLink(chaos)
-    model = copy.deepcopy(MODEL)
     config = settings(stage, more=copy.deepcopy(more))
     config["wherry"] = {**more.get("wherry", {}), "checkpoint": {"async_save": True}}
     mesh = topology(comm, chaos, link=link) if late else topology(comm)
-    engine, *_ = wherry.initialize(model=model, optimizer=optimizer(model.parameters()), config=config, mesh=mesh)
-    return engine, link
+    return engine_of(copy.deepcopy(MODEL), config, mesh, optimizer), link
 
 
 def adafactor(parameters: Any) -> torch.optim.Optimizer:
@@ -155,9 +153,7 @@ def save_and_end(folder: str) -> None:
         yield from pieces(staged)
 
     Staging.pieces = late  # type: ignore[method-assign]
-    model = make_model()
-    config = settings(0, more={"wherry": {"checkpoint": {"async_save": True}}})
-    engine, *_ = wherry.initialize(model=model, optimizer=adamw(model.parameters()), config=config)
+    engine = engine_of(make_model(), settings(0, more={"wherry": {"checkpoint": {"async_save": True}}}))
     engine.save_checkpoint(folder)
     print(Path(folder, "latest").exists())
 
@@ -209,3 +205,25 @@ def test_ranks_share_the_memory_of_their_machine_and_of_their_container() -> Non
     assert "take 120 B of host memory on host, and 100 B are free there" in str(short(60, here))
     assert short(60, here[:1] + there) is None
     assert "take 85 B of host memory in the container host, and 90 B" in str(short(85, here[:1] + there))
+
+
+def test_a_save_behind_updates_writes_the_bytes_of_a_calm_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Moments of 8 bits have scales beside their codes, which updates change too."""
+
+    def body(comm: Comm) -> None:
+        engine, _ = async_engine(comm, 1, {"wherry": {"state_dtype": "int8"}}, late=False)
+        train(engine, comm, 2)
+        engine.save_checkpoint(tmp_path / "calm")
+        engine.wait_for_checkpoint()
+        gate = Gate(monkeypatch)
+        engine.save_checkpoint(tmp_path / "behind")
+        train(engine, comm, 2, first=2)
+        gate.open.set()
+        engine.wait_for_checkpoint()
+        engine.close()
+
+    run_ranks(1, body)
+    calm = sorted((tmp_path / "calm").rglob("*.safetensors"))
+    assert calm
+    for path in calm:
+        assert path.read_bytes() == (tmp_path / "behind" / path.relative_to(tmp_path / "calm")).read_bytes(), path.name

@@ -7,16 +7,15 @@ import itertools
 import os
 import random
 import shutil
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.checkpoint.harness import Shape, assert_same, load_into, on, save_from, state_of, train
-from tests.engine.harness import TinyLM, make_model, settings
+from tests.checkpoint.harness import Shape, assert_same, before_disk_calls, load_into, on, save_from, state_of, train
+from tests.engine.harness import TinyLM, engine_of, make_model, settings
 
-import wherry
 from wherry.checkpoint import folder as folders
 from wherry.checkpoint import save as saving
 from wherry.checkpoint.checks import read_manifest
@@ -26,43 +25,23 @@ from wherry.checkpoint.save import FileRendezvous
 from wherry.parallel.comm import Comm
 
 
-class DiskEvents:
-    """Count the calls that change a disk; once `left` are done, each that follows fails."""
-
-    CALLS = ("mkdir", "pwrite", "fsync", "rename", "replace", "unlink", "rmdir")
-
-    def __init__(self, patch: pytest.MonkeyPatch) -> None:
-        self.left: float = float("inf")
-        self.stopped = False
-        for name in self.CALLS:
-            patch.setattr(os, name, self._counted(getattr(os, name)))
-
-    def stop_after(self, events: float) -> None:
-        self.left, self.stopped = events, False
-
-    def _counted(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def counted(*arguments: Any, **more: Any) -> Any:
-            self.left -= 1
-            if self.left < 0:
-                self.stopped = True
-                raise OSError(errno.EIO, os.strerror(errno.EIO))
-            return call(*arguments, **more)
-
-        return counted
-
-
 @pytest.mark.parametrize("config", [{}, {"async_save": True}, {"keep_last": 1}], ids=str)
 def test_a_disk_that_stops_at_any_event(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, config: dict[str, Any]
 ) -> None:
     """Repeat a save; each time one more event succeeds, and all that follow fail. The checkpoint before or the new one
     is found whole, and the next save leaves nothing of the failed one."""
-    events = DiskEvents(monkeypatch)
-    model = torch.nn.Linear(2, 2)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    engine, *_ = wherry.initialize(
-        model=model, optimizer=optimizer, config=settings(0, more={"wherry": {"checkpoint": config}})
-    )
+    left = float("inf")
+
+    def stop() -> None:
+        nonlocal left
+        left -= 1
+        if left < 0:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    before_disk_calls(monkeypatch, stop)
+    own = settings(0, more={"wherry": {"checkpoint": config}})
+    engine = engine_of(torch.nn.Linear(2, 2), own, optimizer=partial(torch.optim.SGD, lr=0.1))
     tag = None if config.get("keep_last") else "same"
 
     def step() -> None:
@@ -79,14 +58,13 @@ def test_a_disk_that_stops_at_any_event(
     new = tag or "global_step2"
     for count in itertools.count():
         folder = shutil.copytree(tmp_path / "before", tmp_path / str(count))
-        events.stop_after(count)
+        left = count
         try:
             save(folder)
             failed = False
         except CheckpointError:
             failed = True
-        stopped = events.stopped
-        events.stop_after(float("inf"))
+        stopped, left = left < 0, float("inf")
         latest = folders.locate(folder, None)
         assert latest is not None, f"no checkpoint after {count} events"
         manifest = read_manifest(folder / latest)

@@ -2,38 +2,48 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from tests.checkpoint.harness import BF16, Shape, assert_same, on, state_of, train
-from tests.engine.harness import make_model, settings, token_batch
+from tests.checkpoint.harness import BF16, Shape, assert_same, load_into, on, state_of, train
+from tests.engine.harness import engine_of, make_model, settings, token_batch, train_step
+from tests.engine.test_whole_optimizers import OPTIMIZERS as WHOLE
+from tests.engine.test_whole_optimizers import VOUCHED, muon
 from torch import nn
 from torch.optim.lr_scheduler import MultiStepLR, OneCycleLR
 
 import wherry
 from wherry.checkpoint.errors import CheckpointError
-from wherry.parallel.comm import Comm, SoloComm
+from wherry.parallel.comm import Comm
 from wherry.update.optimizer import Lion
 
-# Those whose states are of other kinds than those of the optimizers in tests/life.py.
-OPTIMIZERS = {
-    "dampened SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.1),
-    "plain SGD": lambda p: torch.optim.SGD(p, lr=0.1),
-    "Lion": lambda p: Lion(p, lr=1e-3),
-    "NAdam": lambda p: torch.optim.NAdam(p, lr=1e-3),
-    "ASGD": lambda p: torch.optim.ASGD(p, lr=1e-2, t0=3),
+LOW = {**VOUCHED, **BF16, "wherry": {"master": "whole"}}
+ON_HOST = {**LOW, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+# Those whose states are of other kinds than those of the optimizers in tests/life.py, and engines that save and load.
+OPTIMIZERS: dict[str, tuple[Any, Shape, Shape]] = {
+    "dampened SGD": (partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1), Shape(2, 2), Shape(2, 3)),
+    "plain SGD": (partial(torch.optim.SGD, lr=0.1), Shape(2, 2), Shape(2, 3)),
+    "Lion": (partial(Lion, lr=1e-3), Shape(2, 2), Shape(2, 3)),
+    "NAdam": (partial(torch.optim.NAdam, lr=1e-3), Shape(2, 2), Shape(2, 3)),
+    "ASGD": (partial(torch.optim.ASGD, lr=1e-2, t0=3), Shape(2, 2), Shape(2, 3)),
+    "Adafactor": (WHOLE["adafactor"], Shape(2, 3, more=LOW), Shape(2, 3, more=LOW)),
+    "Muon": (muon, Shape(2, 2, more=ON_HOST), Shape(2, 2, more=ON_HOST)),
+    "LAMB": (WHOLE["lamb"], Shape(2, 0, more=LOW), Shape(2, 0, more=LOW)),
+    "sums of rows": (WHOLE["rows"], Shape(2, 2, more=ON_HOST), Shape(2, 2, more=ON_HOST)),
 }
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_every_kind_of_state(tmp_path: Path, name: str) -> None:
-    """Save and load during an evaluation without an effect on training."""
-    make = OPTIMIZERS[name]
+    """Resume from a checkpoint, saved and loaded during an evaluation, and from `optimizer.state_dict()` alike."""
+    make, source, target = OPTIMIZERS[name]
 
     def begin(engine: Any, comm: Comm) -> Any:
         train(engine, comm, 4)
@@ -41,15 +51,22 @@ def test_every_kind_of_state(tmp_path: Path, name: str) -> None:
         with torch.inference_mode():
             engine.save_checkpoint(tmp_path)
         engine.train()
-        return train(engine, comm, 3, first=4), state_of(engine)
+        weights, states = copy.deepcopy((engine.module.state_dict(), engine.optimizer.state_dict()))
+        expected = train(engine, comm, 3, first=4), state_of(engine)
+        train(engine, comm, 1, first=9)
+        engine.module.load_state_dict(weights)
+        engine.optimizer.load_state_dict(states)
+        assert train(engine, comm, 3, first=4) == expected[0]
+        assert_same(state_of(engine), expected[1])
+        return expected
 
     def go_on(engine: Any, comm: Comm) -> Any:
         with torch.inference_mode():
             engine.load_checkpoint(tmp_path)
         return train(engine, comm, 3, first=4), state_of(engine)
 
-    losses, states = on(Shape(2, 2), begin, optimizer=make)[0]
-    again, restored = on(Shape(2, 3), go_on, optimizer=make)[0]
+    losses, states = on(source, begin, optimizer=make)[0]
+    again, restored = on(target, go_on, optimizer=make)[0]
     assert again == losses
     assert_same(restored, states)
 
@@ -87,17 +104,13 @@ def test_within_a_window_it_is_of_the_last_update(tmp_path: Path, caplog: pytest
         micro_batches(engine, comm, 3, 9)
         return engine.get_global_grad_norm(), state_of(engine)
 
-    def elsewhere(engine: Any, comm: Comm) -> Any:
-        engine.load_checkpoint(tmp_path)
-        return state_of(engine)
-
     expected = on(shape, whole)[0]
     states, undisturbed = on(shape, begin)[0]
     assert len([text for text in caplog.messages if NOT_IN_IT.format(2, 3) in text]) == 1
     for outcome in (undisturbed, on(shape, go_on)[0]):
         assert outcome[0] == expected[0]
         assert_same(outcome[1], expected[1])
-    assert_same(on(Shape(3, 3 - stage, 2), elsewhere)[0], states)
+    assert_same(load_into(Shape(3, 3 - stage, 2), tmp_path), states)
 
 
 @pytest.mark.parametrize("policy", ["before_use", "in_backward"])
@@ -125,21 +138,15 @@ def test_between_the_last_backward_and_the_step(tmp_path: Path, caplog: pytest.L
     "schedule", [lambda o: MultiStepLR(o, [3, 5, 5], gamma=0.5), lambda o: OneCycleLR(o, max_lr=0.1, total_steps=30)]
 )
 def test_schedules_and_counts_go_on(tmp_path: Path, caplog: pytest.LogCaptureFixture, schedule: Any) -> None:
-    def build(schedule: Any) -> Any:
-        model = make_model()
-        return wherry.initialize(
-            model=model, optimizer=torch.optim.AdamW(model.parameters()), lr_scheduler=schedule, config=settings(0)
-        )[0]
-
     def rates(engine: Any, first: int) -> list[Any]:
         rates = []
         for step in range(first, first + 4):
-            train(engine, SoloComm(), 1, first=step)
+            train_step(engine, step, 0)
             rates.append(engine.get_lr())
         return rates
 
-    one, other = build(schedule), build(schedule)
-    build(None).save_checkpoint(tmp_path)
+    one, other, without = (engine_of(make_model(), settings(0), lr_scheduler=s) for s in (schedule, schedule, None))
+    without.save_checkpoint(tmp_path)
     other.load_checkpoint(tmp_path)
     assert "holds no learning rate schedule: the engine's stays as it is" in caplog.text
     before = rates(one, 0)

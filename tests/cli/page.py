@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import re
 import sys
 from collections.abc import Iterator
@@ -22,25 +23,19 @@ after a mistake, which is told in a few words and without a traceback, and 130 a
 _OURS = {"run": ("processes of this machine", "several machines", "--as-deepspeed")}
 
 
-class _FoundError(Exception):
-    def __init__(self, parser: argparse.ArgumentParser) -> None:
-        self.parser = parser
-
-
 def parser_of(command: str) -> argparse.ArgumentParser:
-    """The parser that a command makes, caught as it is about to read its arguments."""
+    """Return the parser that a command makes, caught as it is about to read its arguments."""
+    made: list[argparse.ArgumentParser] = []
 
-    def caught(parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
-        raise _FoundError(parser)
+    def catch(parser: argparse.ArgumentParser, *_: object, **__: object) -> None:
+        made.append(parser)
+        raise SystemExit
 
     # `bench` shows its help where it is given nothing.
-    ways = dict.fromkeys(("parse_args", "parse_intermixed_args", "print_help"), caught)
-    with mock.patch.multiple(argparse.ArgumentParser, **ways):
-        try:
-            main([command])
-        except _FoundError as found:
-            return found.parser
-    raise AssertionError(f"wherry {command} reads its arguments in another way")
+    ways = dict.fromkeys(("parse_args", "parse_intermixed_args", "print_help"), catch)
+    with mock.patch.multiple(argparse.ArgumentParser, **ways), contextlib.suppress(SystemExit):
+        main([command])
+    return made[0]
 
 
 def markdown() -> str:
@@ -77,7 +72,8 @@ def _sections(command: str, parser: argparse.ArgumentParser, meaning: str, depth
             spelt = {name.replace("_", "-"): name for name in reversed(action.option_strings)}
             names = ", ".join(f"`{name}`" for name in reversed(spelt.values())) or f"`{_value(action)}`"
             value = f" `{_value(action)}`" if action.option_strings and action.nargs != 0 else ""
-            rows.append(f"| {names}{value} | {_text(_help(parser, action))} |")
+            meaning = argparse.HelpFormatter(parser.prog)._expand_help(action) if action.help else ""
+            rows.append(f"| {names}{value} | {_text(meaning)} |")
     if rows:
         lines += ["| flag | meaning |", "|---|---|", *rows, ""]
     yield "\n".join(lines)
@@ -89,10 +85,6 @@ def _value(action: argparse.Action) -> str:
     word = action.metavar or action.dest.upper()
     word = (word if isinstance(word, str) else " ".join(word)).replace("|", " or ")
     return f"[{word}]" if action.nargs in ("?", "*") else word
-
-
-def _help(parser: argparse.ArgumentParser, action: argparse.Action) -> str:
-    return argparse.HelpFormatter(parser.prog)._expand_help(action) if action.help else ""
 
 
 def _text(text: str) -> str:

@@ -1,6 +1,5 @@
 """Start commands and programs: in an interpreter of their own, or in a fork of one that has torch."""
 
-import atexit
 import contextlib
 import functools
 import itertools
@@ -9,6 +8,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import textwrap
 import time
 from pathlib import Path
 
@@ -30,6 +30,14 @@ def environment(**extra):
     return {**ours, "PYTHONPATH": WHERE, **extra}
 
 
+def interpret(code, **extra):
+    """Run code in an interpreter of its own and return its output."""
+    words = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(words, env=environment(**extra), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
 def wherry(*arguments, cwd=None, timeout=90, **extra):
     """Run `wherry ARGUMENTS` to its end in an interpreter of its own, as are those of its ranks."""
     return subprocess.run(
@@ -38,16 +46,7 @@ def wherry(*arguments, cwd=None, timeout=90, **extra):
     )  # fmt: skip
 
 
-@functools.cache
-def _launchers():
-    from tests.forks import ENGINE, Forks
-
-    modules = ("torch.distributed.run", "torch.distributed.launcher.api", "wherry.cli.run", "wherry.train.job")
-    forks = Forks(*ENGINE, *modules, forked_ranks=True)
-    atexit.register(forks.close)
-    return forks
-
-
+LAUNCHER = ("torch.distributed.run", "torch.distributed.launcher.api", "wherry.cli.run", "wherry.train.job")
 WHERRY = ("-c", "import sys; from wherry.cli import main; sys.exit(main())")
 
 
@@ -69,8 +68,10 @@ def forked(*command, cwd=None, timeout=90, **extra):
 
 def start_fork(*command, cwd=None, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, **extra):
     """Start a script, or the code after -c, in such a fork, and let it run."""
-    words = list(map(str, command))
-    return _launchers().start(words, stdout=stdout, stderr=stderr, env=environment(**extra), folder=cwd or Path.cwd())
+    from tests.forks import kept
+
+    launchers, words = kept(*LAUNCHER, forked_ranks=True), list(map(str, command))
+    return launchers.start(words, stdout=stdout, stderr=stderr, env=environment(**extra), folder=cwd or Path.cwd())
 
 
 def _text_of(file):

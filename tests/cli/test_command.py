@@ -1,13 +1,11 @@
 """The `wherry` command: its parsers, mistakes, output, and what it imports."""
 
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tests.cli.page import markdown
-from tests.cli.programs import WHERRY, environment, start_fork
+from tests.cli.programs import WHERRY, start_fork
 
 from wherry import cli
 from wherry.cli import main
@@ -53,11 +51,9 @@ config.placement(); config.batch(2); config.to_dict()
     ],
     ids=["import", "help", "help of train", "config", "plan", "engine", "training"],
 )
-@pytest.mark.usefixtures("launched")
-def test_no_heavy_module_is_imported_that_is_not_needed(code, absent):
-    words = [sys.executable, "-c", f"{code}\nimport sys\nprint('LOADED', *sys.modules)"]
-    done = subprocess.run(words, env=environment(), capture_output=True, text=True, check=True)
-    assert not set(done.stdout.split("LOADED")[1].split()) & set(absent)
+def test_no_heavy_module_is_imported_that_is_not_needed(code, absent, launched):
+    shown = launched.interpret(f"{code}\nimport sys\nprint('LOADED', *sys.modules)")
+    assert not set(shown.split("LOADED")[1].split()) & set(absent)
 
 
 def test_a_mistake_prints_its_message_alone(tmp_path, capsys):

@@ -99,25 +99,23 @@ def test_extras_of_an_uninstalled_wherry_are_not_examined(monkeypatch):
     assert (found.found, found.verdict) == ("run from its sources", NOTE) and "pip install wherry" in found.advice
 
 
-def test_gpus_that_lack_something(monkeypatch):
+def test_gpus_that_lack_something_and_those_of_other_kinds(monkeypatch):
     """Pretend a torch for GPUs, without any."""
     Device = namedtuple("Device", "name total_memory")
     monkeypatch.setattr(torch.version, "cuda", "12.6")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    hidden = doctor._gpu("it")
+    hidden = findings()["GPU"]
     assert hidden.verdict == NOTE and "nvidia-smi" in hidden.advice and "CUDA_VISIBLE_DEVICES" in hidden.advice
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Device("Some GPU", 8 << 30))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7 + index, 0))
-    old = doctor._gpu("it")
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
+    found = findings()
+    assert found["collectives"].verdict == PROBLEM and "nccl" in found["collectives"].advice
+    old = found["GPU"]
     assert (old.verdict, old.advice) == (NOTE, "GPU 0 computes bf16 slowly: use fp16, or fp32")
     assert old.found.endswith("Some GPU with 8.0 GiB; torch for 12.6")
-    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    assert doctor._collectives("it").verdict == PROBLEM and "nccl" in doctor._collectives("it").advice
-
-
-def test_gpus_of_other_kinds_are_named_with_their_memory(monkeypatch):
     monkeypatch.setattr("wherry.plan.rates.gpus_here", lambda: [torch.device("xpu", index) for index in range(2)])
     monkeypatch.setattr(torch.xpu, "get_device_name", lambda device: f"Card {device.index}")
     monkeypatch.setattr(torch.xpu, "mem_get_info", lambda device: (0, device.index << 30))

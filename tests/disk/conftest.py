@@ -57,3 +57,8 @@ def make(kind, roots) -> Iterator[Callable[..., DiskStore]]:
     for store in stores:
         store.close()
     assert [left for root in roots for left in root.iterdir()] == []
+
+
+@pytest.fixture
+def store(make) -> DiskStore:
+    return make()

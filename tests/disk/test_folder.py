@@ -13,7 +13,7 @@ from wherry.tiers.disk_folder import SwapFolder
 
 
 def left_behind(parent: Path, *, uid: int | None = None, pid: int = 4_000_000_000, started: int = 1) -> Path:
-    """What a dead run leaves: a folder with an unlocked lock file."""
+    """Make the folder that a dead run leaves, with an unlocked lock file."""
     path = parent / f"wherry-swap-{os.getuid() if uid is None else uid}-{pid}-{started}-0badcafe"
     path.mkdir(mode=0o700)
     (path / "lock").write_text("boot x\n")

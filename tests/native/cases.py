@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-import inspect
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 from torch import Tensor
 
 from wherry import native
 
 ISAS = native.available_isas()
+on_every_isa = pytest.mark.parametrize("isa", ISAS)
+needs_library = pytest.mark.skipif(native.library() is None, reason=f"no native library: {native.why_not()}")
 GRADS = (torch.float32, torch.bfloat16, torch.float16)
 WEIGHTS = ("fp32", "bf16", "fp16", "split", "master")
 STATES = ("fp32", "bf16", "8bit", "mixed")
@@ -29,24 +30,6 @@ RULES: dict[str, Callable[[int], native.Formula]] = {
     "nesterov": lambda step: native.SGD(0.1, 0.9, nesterov=True, first=step == 1, step=step),
     "momentum": lambda step: native.SGD(0.1, 0.8, 0.3, weight_decay=0.01, first=step == 1, step=step),
 }
-
-
-def on_every_isa(test: Callable[..., None]) -> Callable[..., None]:
-    """Run a test for each instruction set, and name the one that fails."""
-
-    @functools.wraps(test)
-    def run(**arguments: Any) -> None:
-        for isa in ISAS:
-            try:
-                test(isa=isa, **arguments)
-            except Exception as error:
-                error.add_note(f"instruction set: {isa}")
-                raise
-
-    signature = inspect.signature(test)
-    rest = [parameter for name, parameter in signature.parameters.items() if name != "isa"]
-    run.__signature__ = signature.replace(parameters=rest)  # type: ignore[attr-defined]
-    return run
 
 
 def place(values: Tensor, offset: int) -> Tensor:

@@ -1,5 +1,5 @@
-// The native core without Python, for the sanitizers: every kernel on exact allocations of awkward sizes, the same on
-// every instruction set, and the pool under contention.
+// The native core without Python, for the sanitizers: every kernel on exact allocations of awkward sizes, and the pool
+// under contention. A digest of all results is equal on every instruction set, which test_cpp.py compares.
 #include <atomic>
 #include <cstdint>
 #include <cstdio>
@@ -52,7 +52,7 @@ std::vector<float> random_floats(int64_t count, uint32_t seed) {
   return made;
 }
 
-// All results of an instruction set in one number, to be compared between machines.
+// All results of an instruction set in one number, compared between instruction sets and machines.
 uint64_t digest;
 template <class T> void add_to_digest(const std::vector<T>& values) {
   const auto* bytes = reinterpret_cast<const unsigned char*>(values.data());
@@ -66,12 +66,6 @@ struct Memory {
   std::vector<float> weight, scale[2];
   std::vector<uint16_t> working, low;
   Bytes grad, state[2];
-
-  bool operator==(const Memory& other) const {
-    return weight == other.weight && working == other.working &&
-           low == other.low && state[0] == other.state[0] && state[1] == other.state[1] && scale[0] == other.scale[0] &&
-           scale[1] == other.scale[1];
-  }
 };
 
 Segment segment_of(Memory& m, int64_t n, int32_t grad_kind, int32_t mode, const int32_t* state_kind, uint32_t seed) {
@@ -123,24 +117,19 @@ void test_updates(int isa) {
           const int32_t grad_kind = kinds[(n + rule + mode) % 3];
           int32_t state_kind[2] = {state, state};
           if (rule == RULE_ADAGRAD && state == KIND_S8) state_kind[0] = KIND_U8;
-          Memory got, expected;
-          const Segment segments[2] = {segment_of(got, n, grad_kind, mode, state_kind, 7),
-                                       segment_of(expected, n, grad_kind, mode, state_kind, 7)};
-          void* here = wherry_plan_create(isa, &segments[0], 1);
-          void* portable = wherry_plan_create(1, &segments[1], 1);
+          Memory memory;
+          const Segment s = segment_of(memory, n, grad_kind, mode, state_kind, 7);
+          void* plan = wherry_plan_create(isa, &s, 1);
           for (uint32_t step = 1; step <= 2; ++step) {
             const Rule r = rule_of(rule, step);
-            wherry_plan_run(here, &r, 1, 0.5f, nullptr, nullptr);
-            wherry_plan_run(portable, &r, 1, 0.5f, nullptr, nullptr);
+            wherry_plan_run(plan, &r, 1, 0.5f, nullptr, nullptr);
           }
-          CHECK(got == expected);
-          add_to_digest(got.weight);
-          add_to_digest(got.working);
-          add_to_digest(got.low);
-          for (int k = 0; k < 2; ++k) add_to_digest(got.state[k]);
-          for (int k = 0; k < 2; ++k) add_to_digest(got.scale[k]);
-          wherry_plan_free(here);
-          wherry_plan_free(portable);
+          wherry_plan_free(plan);
+          add_to_digest(memory.weight);
+          add_to_digest(memory.working);
+          add_to_digest(memory.low);
+          for (int k = 0; k < 2; ++k) add_to_digest(memory.state[k]);
+          for (int k = 0; k < 2; ++k) add_to_digest(memory.scale[k]);
         }
 }
 
@@ -161,7 +150,6 @@ void test_passes(int isa) {
     CHECK(back == values);
     add_to_digest(hi);
     const std::vector<double> sum = {wherry_sum_squares(isa, nullptr, values.data(), KIND_F32, n)};
-    CHECK(sum[0] == wherry_sum_squares(1, nullptr, values.data(), KIND_F32, n));
     add_to_digest(sum);
     for (int32_t kind : {KIND_BF16, KIND_F16}) {
       wherry_cast(isa, nullptr, hi.data(), kind, values.data(), KIND_F32, n);

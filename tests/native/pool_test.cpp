@@ -91,25 +91,11 @@ void several_are_under_way() {
   }
 }
 
-void ending_finishes_what_is_queued() {
-  Gate gate;
-  std::vector<std::shared_ptr<Job>> jobs;
-  {
-    Pool pool(2, {});
-    for (int i = 0; i < 5; ++i) jobs.push_back(job(pool, gate, 8));
-    gate.await(2);
-    for (const auto& each : jobs) CHECK(!each->done());
-    gate.open();
-  }
-  for (const auto& each : jobs) CHECK(each->done());
-}
-
 }  // namespace
 
 int main() {
   submitting_does_not_wait();
   several_are_under_way();
-  ending_finishes_what_is_queued();
   std::printf("ok\n");
   return 0;
 }

@@ -1,7 +1,5 @@
 """Train with an installed wheel: `python tests/native/smoke.py`, in an environment with Wherry and its requirements."""
 
-import os
-import sys
 from pathlib import Path
 
 import torch
@@ -10,7 +8,7 @@ import wherry
 from wherry import native
 
 
-def main() -> int:
+def main() -> None:
     here = Path(__file__).parents[2]
     assert not Path(wherry.__file__).is_relative_to(here / "src"), f"{wherry.__file__}: this is the sources, no wheel"
     assert native.library() is not None, f"the native library is not in use: {native.why_not()}"
@@ -25,11 +23,8 @@ def main() -> int:
             engine.step()
             losses.append(loss.item())
     assert losses[-1] < losses[0], losses
-    print(
-        f"{os.path.dirname(wherry.__file__)}: {wherry.__version__}, {native.isa()} kernels, torch {torch.__version__}"
-    )
-    return 0
+    print(f"{wherry.__file__}: {wherry.__version__}, {native.isa()} kernels, torch {torch.__version__}")
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

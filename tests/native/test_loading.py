@@ -14,8 +14,9 @@ from wherry import native
 from wherry.errors import WherryError
 from wherry.native import loading, segment
 
+from .cases import needs_library
+
 LIBRARY = Path(loading.__file__).with_name("libwherry.so")
-needs_library = pytest.mark.skipif(native.library() is None, reason=f"no native library: {native.why_not()}")
 
 
 @needs_library

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -36,8 +34,7 @@ def test_in_torch_the_bits_are_those_of_the_host():
 def test_the_triton_kernel_has_the_same_bits(launched):
     """Run the kernel by Triton's interpreter, which needs no GPU, and a process of its own."""
     pytest.importorskip("triton", reason=WITHOUT_TRITON)
-    environment = {**os.environ, "TRITON_INTERPRET": "1"}
-    subprocess.run([sys.executable, "-c", KERNEL], env=environment, check=True)
+    launched.interpret(KERNEL, TRITON_INTERPRET="1")
 
 
 @pytest.mark.parametrize("rule", ["Adam", "Adagrad"])
@@ -60,18 +57,6 @@ def test_the_compiled_triton_kernel_rounds_each_operation_once(rule, tmp_path, m
     text = triton.compile(source, target=GPUTarget("cuda", 80, 32), options=OPTIONS).asm["ptx"]
     assert re.search(r"\b(add|mul)\.rn\.f32\b", text) and re.search(r"\bsqrt\.rn\.f64\b", text)
     assert not re.search(r"\.ftz|\.approx|\.full|\b(fma|mad)\.rn", text)
-
-
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("kernel", ["triton", "torch"])
-def test_on_a_gpu(kernel, monkeypatch):
-    if kernel == "torch":
-        monkeypatch.setattr(on_device, "_triton", lambda device: None)
-    else:
-        pytest.importorskip("triton", reason=WITHOUT_TRITON)
-        assert on_device._triton(torch.device("cuda", 0)) is not None
-    assert_updates_as_the_host(update_on_device, "cuda")
 
 
 def test_a_broken_triton_is_logged_once(monkeypatch, caplog):

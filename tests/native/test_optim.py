@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -15,23 +16,12 @@ from wherry.update.optimizer import Lion
 
 from .cases import GRADS
 
+# Ours, theirs, and options of both.
 PAIRS = {
-    "adamw": (
-        lambda p: CPUAdam(p, lr=1e-2, betas=(0.8, 0.99), weight_decay=0.1),
-        lambda p: torch.optim.AdamW(p, lr=1e-2, betas=(0.8, 0.99), weight_decay=0.1),
-    ),
-    "adam": (
-        lambda p: CPUAdam(p, lr=1e-2, weight_decay=0.1, adamw_mode=False, maximize=True),
-        lambda p: torch.optim.Adam(p, lr=1e-2, weight_decay=0.1, maximize=True),
-    ),
-    "adagrad": (
-        lambda p: CPUAdagrad(p, lr=1e-2, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.5),
-        lambda p: torch.optim.Adagrad(p, lr=1e-2, lr_decay=0.1, weight_decay=0.1, initial_accumulator_value=0.5),
-    ),
-    "lion": (
-        lambda p: CPULion(p, lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1),
-        lambda p: Lion(p, lr=1e-2, betas=(0.8, 0.95), weight_decay=0.1),
-    ),
+    "adamw": (CPUAdam, torch.optim.AdamW, {"betas": (0.8, 0.99)}),
+    "adam": (partial(CPUAdam, adamw_mode=False), torch.optim.Adam, {"maximize": True}),
+    "adagrad": (CPUAdagrad, torch.optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.5}),
+    "lion": (CPULion, Lion, {"betas": (0.8, 0.95)}),
 }
 
 
@@ -55,7 +45,7 @@ def assert_near(ours, theirs):
 
 @pytest.mark.parametrize("name", PAIRS)
 def test_state_dicts_go_to_torch_and_back(name):
-    make_ours, make_theirs = PAIRS[name]
+    make_ours, make_theirs = (partial(kind, lr=1e-2, weight_decay=0.1, **PAIRS[name][2]) for kind in PAIRS[name][:2])
     ours, theirs = parameters(), parameters()
     a, b = make_ours(ours), make_theirs(theirs)
     for seed in range(5):

@@ -33,7 +33,7 @@ def test_every_16_bit_value_is_cast_as_torch_does(isa, dtype):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_fp32_is_rounded_as_torch_does(isa, dtype):
     generator = np.random.default_rng(0)
-    # All patterns, then the halves, where ties and overflow are, and their neighbours.
+    # All patterns, then the halves, where ties and overflow are, and their neighbors.
     near = every(dtype).float().view(torch.int32)
     between = [near + offset for offset in (0x0FFF, 0x1000, 0x1001, 0x2FFF, 0x3000, 0x7FFF, 0x8000, 0x8001)]
     src = torch.cat([random_bits(generator, 300_000), *(b.view(torch.float32) for b in between)])
@@ -98,7 +98,7 @@ def test_stochastic_rounding_keeps_the_mean(isa):
     share = (dst > 1).double().mean().item()
     # Five standard deviations of a binomial of this size.
     assert abs(share - 0.3) < 5 * (0.3 * 0.7 / src.numel()) ** 0.5
-    # No pattern: the share among even numbers is that among odd ones, and neighbours do not follow each other.
+    # No pattern: the share among even numbers is that among odd ones, and neighbors do not follow each other.
     up = (dst > 1).double() - share
     assert abs((up[::2].mean() - up[1::2].mean()).item()) < 5 * (2 * 0.21 / (src.numel() / 2)) ** 0.5
     assert abs((up[1:] * up[:-1]).mean().item()) < 5 * 0.21 / src.numel() ** 0.5

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
-import textwrap
 import weakref
 
 import pytest
@@ -17,7 +14,7 @@ from wherry import native
 from wherry.errors import WherryError
 from wherry.native import pool as pools
 
-needs_library = pytest.mark.skipif(native.library() is None, reason=f"no native library: {native.why_not()}")
+from .cases import needs_library
 
 
 def ones_plan(numel=200_001):
@@ -28,13 +25,6 @@ def ones_plan(numel=200_001):
 def threads() -> set[int]:
     """The threads of this process; tests compare them, as those of other tests may end at any time."""
     return {int(task) for task in os.listdir("/proc/self/task")}
-
-
-def in_a_process(code):
-    words = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
 
 
 @needs_library
@@ -92,7 +82,7 @@ def test_threads_end_with_the_pool_and_are_bound_to_its_cores():
 
 @needs_library
 def test_a_forked_child_gets_threads_of_its_own(launched):
-    out = in_a_process(
+    out = launched.interpret(
         """
         import os, torch
         torch.set_num_threads(1)  # torch's own pool does not live through a fork
@@ -119,11 +109,11 @@ def test_a_forked_child_gets_threads_of_its_own(launched):
         print("parent")
         """
     )
-    assert sorted(out) == ["child", "parent"]
+    assert sorted(out.split()) == ["child", "parent"]
 
 
 def test_the_process_ends_with_updates_under_way(launched):
-    out = in_a_process(
+    out = launched.interpret(
         """
         import torch
         from wherry import native
@@ -132,7 +122,7 @@ def test_the_process_ends_with_updates_under_way(launched):
         print("ends")
         """
     )
-    assert out == ["ends"]
+    assert out == "ends\n"
 
 
 def test_ranks_share_the_cores(monkeypatch):

@@ -1,10 +1,13 @@
-"""A narrow terminal, and dry runs of the models that many tests share, each made once."""
+"""`wherry plan` on a narrow terminal, and dry runs of the models that many tests share, each made once."""
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
+
+from wherry.cli import main
 
 _counted: dict[str, Any] = {}
 
@@ -13,6 +16,34 @@ _counted: dict[str, Any] = {}
 def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.delenv("FORCE_COLOR", raising=False)
+
+
+class Command:
+    """`wherry plan`; its output fits the terminal."""
+
+    def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
+        self._capsys = capsys
+
+    def __call__(self, *arguments: str, status: int = 0) -> str:
+        assert main(["plan", *arguments]) == status
+        out = self._capsys.readouterr().out
+        assert "--json" in arguments or (max(map(len, out.splitlines())) <= 80 and "\N{HORIZONTAL ELLIPSIS}" not in out)
+        return out
+
+    def json(self, *arguments: str, status: int = 0) -> Any:
+        return json.loads(self(*arguments, "--json", status=status))
+
+    def error(self, *arguments: str) -> str:
+        """Return the message of a mistake, which stands alone."""
+        assert main(["plan", *arguments]) == 2
+        out = self._capsys.readouterr()
+        assert out.err.startswith("wherry: ") and "Traceback" not in out.err and not out.out
+        return out.err
+
+
+@pytest.fixture
+def plan(capsys: pytest.CaptureFixture[str]) -> Command:
+    return Command(capsys)
 
 
 @pytest.fixture

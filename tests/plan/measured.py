@@ -30,7 +30,7 @@ from wherry.tiers.buffers import HostPool
 from wherry.tiers.streams import Link
 
 WIDTH, LENGTH, MICRO = 64, 24, 2
-# Every flat by itself: which small ones share a collective depends on buffers that the comparisons count.
+# Every flat by itself: small ones would share a collective, whose buffer is larger than what a stage saves.
 ALONE = {"reduce_bucket_size": 0, "allgather_bucket_size": 0}
 
 

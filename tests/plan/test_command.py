@@ -2,75 +2,53 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from wherry.cli import main
 from wherry.plan import machines
-from wherry.plan.gpt import GptShape, Work, demand
 
-# ranks: optimizer partitioned; and gradients; and parameters. As printed in the table of the ZeRO paper.
-PUBLISHED = {
-    "7.5B": """
-        1    120  120  120
-        4    52.5 41.3 30
-        16   35.6 21.6 7.5
-        64   31.4 16.6 1.88
-        256  30.4 15.4 0.47
-        1024 30.1 15.1 0.12""",
-    "128B": """
-        1    2048 2048 2048
-        4    896  704  512
-        16   608  368  128
-        64   536  284  32
-        256  518  263  8
-        1024 513  257  2""",
-    "1T": """
-        1    16000 16000 16000
-        4    7000  5500  4000
-        16   4750  2875  1000
-        64   4187  2218  250
-        256  4046  2054  62.5
-        1024 4011  2013  15.6""",
-}
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["plan", *arguments]) == 0
-    out = capsys.readouterr().out
-    assert "…" not in out and ("--json" in arguments or max(map(len, out.splitlines())) <= 80)
-    return out
+# Ranks, and gigabytes with nothing partitioned, the optimizer, gradients and parameters too: of the ZeRO paper's table.
+PUBLISHED = """\
+1     120   120   120   120
+4     120   52.5  41.3  30
+16    120   35.6  21.6  7.5
+64    120   31.4  16.6  1.88
+256   120   30.4  15.4  0.47
+1,024 120   30.1  15.1  0.12
+1     16000 16000 16000 16000
+4     16000 7000  5500  4000
+16    16000 4750  2875  1000
+64    16000 4187  2218  250
+256   16000 4046  2054  62.5
+1,024 16000 4011  2013  15.6
+"""
 
 
 def cells(text: str) -> list[list[str]]:
     return [line.split() for line in text.splitlines()]
 
 
-def test_the_published_tables_are_printed_to_the_digit(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = cells(run(capsys, "--params", "7.5e9,128e9,1e12", "--ranks", "1,4,16,64,256,1024"))
-    for text, whole in zip(PUBLISHED.values(), ("120", "2048", "16000"), strict=True):
-        for line in text.strip().splitlines():
-            ranks, *digits = line.split()
-            assert [f"{int(ranks):,}", whole, *digits] in lines
+def test_the_published_tables_are_printed_to_the_digit(plan):
+    lines = cells(plan("--params", "7.5e9,1e12", "--ranks", "1,4,16,64,256,1024"))
+    assert [row for row in cells(PUBLISHED) if row not in lines] == []
 
 
-def test_what_fits_is_marked_and_the_formulas_are_told(capsys: pytest.CaptureFixture[str]) -> None:
-    out = run(capsys, "--params", "7.5e9", "--ranks", "4,64", "--device-memory", "32GB")
+def test_what_fits_is_marked_and_the_formulas_are_told(plan):
+    out = plan("--params", "7.5e9", "--ranks", "4,64", "--device-memory", "32GB")
     assert ["4", "120", "52.5", "41.3", "30", "*"] in cells(out)
     assert ["64", "120", "31.4", "*", "16.6", "*", "1.88", "*"] in cells(out)
     for convention in ("10^9 bytes", "4P+12P/N", "2P+14P/N", "16P/N", "* fits in 32 GB"):
         assert convention in " ".join(out.split())
-    assert "*" not in run(capsys, "--params", "7.5B,128B,1234567")
-    out = run(capsys, "--params", "1B", "--ranks", "2", "--precision", "fp32", "--optimizer", "lion")
+    assert "*" not in plan("--params", "7.5B,128B,1234567")
+    out = plan("--params", "1B", "--ranks", "2", "--precision", "fp32", "--optimizer", "lion")
     assert ["2", "12", "10", "8", "6"] in cells(out) and "8P+4P/N" in out
-    for flags in ((), ("--json",)):
-        assert main(["plan", "--params", "1e9,7e9", "--ranks", "1", "--device-memory", "24GB", *flags]) == 1
-    assert "\n7B parameters do not fit in 24 GB here.\n" in capsys.readouterr().out
+    large = ("--params", "1e9,7e9", "--ranks", "1", "--device-memory", "24GB")
+    assert "\n7B parameters do not fit in 24 GB here.\n" in plan(*large, status=1)
+    plan.json(*large, status=1)
 
 
-def test_the_zero_table_as_json(capsys: pytest.CaptureFixture[str]) -> None:
-    found = json.loads(run(capsys, "--params", "7.5B", "--ranks", "4,64", "--device-memory", "32GB", "--json"))
+def test_the_zero_table_as_json(plan):
+    found = plan.json("--params", "7.5B", "--ranks", "4,64", "--device-memory", "32GB")
     assert (found["precision"], found["optimizer"], found["device_memory"]) == ("bf16", "adamw", 32 * 10**9)
     rows = {(row["ranks"], row["stage"]): row for row in found["rows"]}
     assert len(rows) == 8
@@ -86,12 +64,12 @@ def test_the_zero_table_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         "fits": True,
     }
     assert not rows[4, 1]["fits"]
-    edge = json.loads(run(capsys, "--params", "128B", "--ranks", "64", "--device-memory", "32GB", "--json"))
+    edge = plan.json("--params", "128B", "--ranks", "64", "--device-memory", "32GB")
     assert edge["rows"][3]["fits"]  # to the byte
 
 
-def test_the_infinity_table(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    out = run(capsys, "--infinity")
+def test_the_infinity_table(plan, monkeypatch):
+    out = plan("--infinity")
     lines = cells(out)
     for expected in (
         "0.10 80 10K 128 1.83 2.03 0.05 1.56 1.63",
@@ -105,29 +83,32 @@ def test_the_infinity_table(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     for convention in ("K = 1024", "TB = 2^40", "20 bytes a parameter", "Batch 32 on a node of 16 GPUs", "512 GPUs"):
         assert convention in text
     monkeypatch.setenv("COLUMNS", "30")
-    narrow = run(capsys, "--infinity")
+    narrow = plan("--infinity")
     assert cells(narrow)[:8] == lines[:8]
 
 
-def test_the_infinity_table_as_json_for_one_shape(capsys: pytest.CaptureFixture[str]) -> None:
-    shape = ("--layers", "2", "--hidden", "1K", "--heads", "8", "--batch", "4", "--sequence", "512")
+def test_the_infinity_table_as_json_for_one_shape(plan):
+    shape = ("--layers", "3", "--hidden", "1K", "--heads", "8", "--batch", "4", "--sequence", "512")
     machine = ("--gpus-per-node", "2", "--nodes", "3", "--peak", "100e12", "--efficiency", "0.5", "--interval", "2")
-    found = json.loads(run(capsys, "--infinity", *shape, *machine, "--json"))
-    work = Work(batch=4, sequence=512, interval=2, gpus_per_node=2, nodes=3)
-    (memory,) = found["memory"]
-    assert memory["parameters"] == 24 * 1024**2 and memory["model_states"] == 20 * 24 * 1024**2
-    assert demand(GptShape(2, 1024, 8), work).items() <= memory.items()
+    found = plan.json("--infinity", *shape, *machine)
+    assert found["memory"] == [
+        {
+            **{"layers": 3, "hidden": 1024, "heads": 8, "parameters": 36 * 1024**2, "model_states": 20 * 36 * 1024**2},
+            "node_activations": 301_989_888,
+            "node_checkpoints": 8_388_608,
+            "gpu_working_states": 16_777_216,
+            "gpu_working_activations": 100_663_296,
+        }
+    ]
     by_what = [(need["intensity"], need["shared_by"], need["bytes_per_second"][0]) for need in found["bandwidth"]]
     intensities = ((1024, 1), (1024, 6), (256, 1), (256, 6), (24 * 1024 * 2, 1))
     assert by_what == [(each, shared, pytest.approx(100e12 / each / shared)) for each, shared in intensities]
 
 
-def test_machines_are_listed_and_have_the_names_that_people_and_drivers_give_them(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    lines = {line[0]: line[1:] for line in cells(run(capsys, "--machine", "list")) if line}
+def test_machines_are_listed_and_have_the_names_that_people_and_drivers_give_them(plan):
+    lines = {line[0]: line[1:] for line in cells(plan("--machine", "list")) if line}
     assert lines["4090"] == ["1", "24", "128", "155", "70", "920", "24"]
-    told = json.loads(run(capsys, "--machine", "list", "--json"))
+    told = plan.json("--machine", "list")
     assert {machine["name"] for machine in told} <= set(lines)
     for name, known in (
         ("RTX 4090", "4090"),
@@ -158,12 +139,9 @@ MISTAKES = [
 ]
 
 
-def test_mistakes_are_told_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_mistakes_are_told_alone(plan, capsys):
     for arguments, message in MISTAKES:
-        assert main(["plan", *arguments]) == 2
-        seen = capsys.readouterr()
-        assert seen.out == "" and seen.err.startswith("wherry: ")
-        assert message in seen.err, arguments
+        assert message in plan.error(*arguments), arguments
     with pytest.raises(SystemExit):
         main(["plan", "--infinity", "--params", "1B"])
     assert "not allowed with" in capsys.readouterr().err

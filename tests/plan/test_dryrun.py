@@ -12,8 +12,7 @@ from tests.plan.measured import config, make, measure
 from wherry.errors import WherryError
 from wherry.observe.footprint import Footprint
 from wherry.parallel import comm
-from wherry.plan.counts import Counts
-from wherry.plan.dry_run import DryRun, dry_run
+from wherry.plan.dry_run import dry_run
 from wherry.sources import find, of_shape
 from wherry.train.presets import Shape
 
@@ -51,10 +50,7 @@ CASES: dict[str, tuple[Any, int, dict[str, Any]]] = {
 def test_the_same_as_a_real_engine(name: str) -> None:
     build, ranks, given = CASES[name]
     real = measure(given, ranks, build=build)[-1]
-    assert_as_real(dry_run(find(build), given, ranks=ranks, rank=ranks - 1, sequence=24), real)
-
-
-def assert_as_real(told: DryRun, real: Counts) -> None:
+    told = dry_run(find(build), given, ranks=ranks, rank=ranks - 1, sequence=24)
     assert (told.calls, told.bytes) == (real.calls, real.bytes)
     lines = real.lines(gpu=False)
     assert [(line.category, line.tier) for line in told.memory] == [(line.category, line.tier) for line in lines]
@@ -106,7 +102,7 @@ def test_a_model_that_there_is_already_is_left_alone(device: str) -> None:
 
 
 def test_inputs_in_a_mapping_that_torch_does_not_know() -> None:
-    """As what a tokenizer returns, with attributes, inside a tuple."""
+    """Give a mapping with attributes, which a tokenizer returns, inside a tuple."""
 
     class Tokens(UserDict):  # type: ignore[type-arg]
         def __getattr__(self, name: str) -> Any:

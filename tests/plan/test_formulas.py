@@ -1,28 +1,17 @@
-"""The formulas of states, of activations and of bandwidth: against published digits, each other, and their edges."""
+"""The formulas of states, of activations and of bandwidth: against published digits, and at their edges."""
 
 from __future__ import annotations
 
 from fractions import Fraction
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from wherry import config as configs
 from wherry.errors import WherryError
 from wherry.placement import Placement, Tier
 from wherry.plan.formulas import states_between_steps
-from wherry.plan.gpt import (
-    PUBLISHED,
-    GptShape,
-    Work,
-    bandwidth_for,
-    checkpoint_intensity,
-    demand,
-    optimizer_intensity,
-    weight_intensity,
-)
-from wherry.plan.model_states import STATE_WORDS, WORKING_BYTES, Cost, states
+from wherry.plan.gpt import PUBLISHED, GptShape, Work, bandwidth_for, checkpoint_intensity, optimizer_intensity
+from wherry.plan.model_states import Cost, states
 from wherry.plan.quantities import amount, count_name, parse_bytes, parse_count, published_gigabytes, seconds, size
 
 ADAM_HALF = Cost.of("bf16", "adamw")
@@ -35,26 +24,6 @@ def test_costs_of_a_parameter() -> None:
     assert Cost.of("bf16", "lion") == Cost(2, 2, 4, 4)
     assert Cost.of("fp32", "sgd").optimizer == 0
     assert Cost.of("bf16", "adamw", gradients="fp32").total == 18
-
-
-precisions, rules = st.sampled_from(sorted(WORKING_BYTES)), st.sampled_from(sorted(STATE_WORDS))
-counts, worlds = st.integers(1, 10**14), st.integers(1, 5000)
-
-
-@given(precisions, rules, counts, worlds)
-def test_formulas_agree_with_each_other(precision: str, rule: str, count: int, ranks: int) -> None:
-    cost = Cost.of(precision, rule)
-    by_stage = [states(count, Placement.of_stage(stage), ranks, cost) for stage in range(4)]
-    assert by_stage[0].total == count * cost.total
-    # Each stage partitions one state more and leaves the others alone.
-    for less, more, state in zip(by_stage, by_stage[1:], ("optimizer", "gradients", "parameters"), strict=False):
-        for name in ("optimizer", "gradients", "parameters"):
-            whole, part = getattr(less, name), getattr(more, name)
-            if name == state:
-                assert whole <= part * ranks < whole + ranks * cost.total
-            else:
-                assert whole == part
-    assert states(count, Placement.of_stage(3), 1, cost) == by_stage[0]
 
 
 @pytest.mark.parametrize(("dtype", "moments"), [("fp32", 8000), ("bf16", 4000)])
@@ -105,41 +74,12 @@ def test_numbers_are_printed_for_people() -> None:
     assert [seconds(x) for x in times] == ["0.4 ms", "59.9 s", "599.0 s", "10.0 minutes", "2.0 hours", "2.3 days"]
 
 
-shapes = st.builds(GptShape, layers=st.integers(1, 200), hidden=st.integers(1, 10**5), heads=st.integers(1, 500))
-small = st.integers(1, 64)
-
-
-@given(shapes, small, st.integers(1, 5000), small)
-def test_activations_agree_with_each_other(shape: GptShape, samples: int, sequence: int, interval: int) -> None:
-    full = shape.activations(samples, sequence)
-    assert shape.working_activations(samples, sequence, shape.layers) == full
-    assert full == samples * shape.activations(1, sequence)
-    kept = shape.checkpoints(samples, sequence, interval)
-    # A checkpoint is below a sixteenth of its layer's activations, and fewer of them take less.
-    assert 16 * shape.checkpoints(samples, sequence) < full
-    assert kept <= shape.checkpoints(samples, sequence)
-    assert kept * interval >= shape.checkpoints(samples, sequence)
-    # What a node keeps is what its GPUs keep.
-    work = Work(batch=samples * interval, sequence=sequence, gpus_per_node=interval)
-    assert demand(shape, work)["node_activations"] == interval * shape.activations(work.samples_per_gpu, sequence)
-
-
-@given(small, st.integers(1, 10**5), st.integers(1, 10**5), small)
-def test_intensities_are_the_published_ones(samples: int, sequence: int, hidden: int, interval: int) -> None:
-    assert weight_intensity(samples, sequence) == sequence * samples
-    assert optimizer_intensity(samples, sequence) == Fraction(sequence * samples, 4)
-    assert checkpoint_intensity(hidden, interval) == 24 * hidden * interval
-
-
 def test_published_thresholds() -> None:
     """On GPUs of 70 TFLOP/s, sequence 1024."""
-    # Over 70 GB/s for weights and gradients: above half of the peak with a single sample.
-    assert bandwidth_for(weight_intensity(1, 1024), 0.5, 70e12) < 72e9
     # Near 1.5 TB/s for optimizer state: 90% with two samples.
     assert bandwidth_for(optimizer_intensity(2, 1024), 0.9, 70e12) == pytest.approx(1.23e12, rel=0.01)
-    # 2 GB/s for checkpoints: above half from hidden 2K; below 1 GB/s does from hidden 8K.
+    # 2 GB/s for checkpoints: above half from hidden 2K.
     assert bandwidth_for(checkpoint_intensity(2048), 0.5, 70e12) < 2e9
-    assert bandwidth_for(checkpoint_intensity(8192), 0.5, 70e12) < 1e9
 
 
 def test_what_cannot_be_is_refused() -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from tests.plan.measured import config
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import wherry
@@ -28,12 +29,6 @@ from wherry.train.presets import Shape
 
 SHAPE = Shape(layers=4, hidden=64, heads=4, sequence=32, vocabulary=256)
 WORLD = 8
-BF16 = {"bf16": {"enabled": True}}
-
-
-def config(stage: int, **more: Any) -> dict[str, Any]:
-    zero = {"stage": stage, "stage3_param_persistence_threshold": 0}
-    return {"train_micro_batch_size_per_gpu": 2, "zero_optimization": zero, **BF16, **more}
 
 
 @pytest.mark.long
@@ -66,7 +61,7 @@ def test_shares_of_states_activations_and_time() -> None:
 
     def answer(tensor: int, pipe: int, accumulation: int = 1) -> Any:
         forecaster = Forecaster(source, machine, 8, grid=Grid(tensor, pipe))
-        return forecaster.exact(configs.load(config(0, gradient_accumulation_steps=accumulation)))
+        return forecaster.exact(configs.load(config(0, accumulation)))
 
     def row(found: Any, category: str) -> int:
         return sum(each.bytes for each in found.rows if each.category == category)
@@ -83,7 +78,7 @@ def test_shares_of_states_activations_and_time() -> None:
     assert cut.time.terms["compute"] < 0.6 * alone.time.terms["compute"]
     assert cut.time.terms["collectives"] > 0
     assert staged.time.terms["bubble"] == pytest.approx(3 / 4 * staged.time.terms["compute"])
-    short = wherry.estimate(10**9, config(0, gradient_accumulation_steps=2), machine, ranks=8, pipeline_parallel=4)
+    short = wherry.estimate(10**9, config(0, 2), machine, ranks=8, pipeline_parallel=4)
     assert any("is full with 4 micro-batches" in note for note in short.notes)
     shared = wherry.estimate(10**9, {}, machine, ranks=8, tensor_parallel=2, pipeline_parallel=2)
     assert "2 tensor-parallel x 2 stages x 2 data-parallel ranks; bytes of stage 0" in page(shared, [])

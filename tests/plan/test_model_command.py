@@ -16,8 +16,8 @@ import pytest
 
 import wherry
 from wherry import config as configs
-from wherry.cli import main
 from wherry.errors import WherryError
+from wherry.plan import choose
 from wherry.plan.machines import Machine, described, known
 from wherry.sources import SHAPES
 from wherry.train.presets import Shape
@@ -28,36 +28,20 @@ SMALLER = ("tests.plan.measured:one_block", "--sequence", "24")
 BF16 = ("--set", "bf16.enabled=true")
 ZERO_3 = ("--set", "zero_optimization.stage=3", *BF16)
 OFFLOAD = "zero_optimization.offload_optimizer"
+NEAREST_CHANGE = choose.nearest_change
 
 
 @pytest.fixture(autouse=True)
-def few_layers(monkeypatch: pytest.MonkeyPatch) -> None:
-    """About as many parameters as the preset has, in fewer layers: a dry run's time goes by its operations."""
+def cheap(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Give the preset few and wide layers, as a dry run's time goes by its operations; search for no nearest change."""
     monkeypatch.setitem(SHAPES, "gpt2-10m", Shape(layers=2, hidden=660, heads=6, sequence=128))
+    monkeypatch.setattr(choose, "nearest_change", lambda *_, **__: None)
 
 
 @pytest.fixture
-def no_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is nearest is not looked for: it takes longer than the answer."""
-    monkeypatch.setattr("wherry.plan.choose.nearest_change", lambda *_, **__: None)
-
-
-def run(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> str:
-    assert main(["plan", *arguments]) == status
-    out = capsys.readouterr().out
-    assert "--json" in arguments or (max(map(len, out.splitlines())) <= 80 and "\N{HORIZONTAL ELLIPSIS}" not in out)
-    return out
-
-
-def found(capsys: pytest.CaptureFixture[str], *arguments: str, status: int = 0) -> dict[str, Any]:
-    return json.loads(run(capsys, *arguments, "--json", status=status))
-
-
-def error(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
-    assert main(["plan", *arguments]) == 2
-    out = capsys.readouterr()
-    assert "Traceback" not in out.err and not out.out
-    return out.err
+def search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Search for the nearest change, which takes longer than the answer."""
+    monkeypatch.setattr(choose, "nearest_change", NEAREST_CHANGE)
 
 
 def assert_page_says(out: str, file: Path) -> None:
@@ -70,54 +54,47 @@ def assert_page_says(out: str, file: Path) -> None:
         assert "".join(re.sub("[■█▒░]", "", line).split()) in shown, line
 
 
-@pytest.mark.usefixtures("no_search")
-def test_it_says_whether_it_fits_what_limits_it_and_how_long_a_step_takes(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    out = run(capsys, *SMALLER, "--machine", "4090", *BF16, "--html", str(tmp_path / "plan.html"))
+def test_it_says_whether_it_fits_what_limits_it_and_how_long_a_step_takes(plan, tmp_path):
+    out = plan(*SMALLER, "--machine", "4090", *BF16, "--html", str(tmp_path / "plan.html"))
     for expected in ("data parallel, bf16, adamw", "1 x 24 GB GPU", "fits,", "A step takes", "limited by"):
         assert expected in out
     assert_page_says(out, tmp_path / "plan.html")
-    slow = run(capsys, *SMALLER, "--machine", "4090", "--gpus", "0", "--stream", "1MB")
+    slow = plan(*SMALLER, "--machine", "4090", "--gpus", "0", "--stream", "1MB")
     rate = re.search(r"A step takes about ([\d.]+) s: ([\d.]+) tokens a second", slow)
     assert rate is not None and float(rate[2]) == pytest.approx(24 / float(rate[1]), rel=0.01)
 
 
 @pytest.mark.long
-def test_what_does_not_fit_has_a_change_that_does_what_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_does_not_fit_has_a_change_that_does_what_is_said(plan, tmp_path, search):
     small = (*SMALL, "--gpu-memory", "190MB", *BF16)
-    told = found(capsys, *small, status=1)
+    told = plan.json(*small, status=1)
     use = told["uses"][0]
     assert not told["fits"] and use["needed"] > use["usable"] == int(190e6 * 0.92)
     assert told["change"]["fits"]
-    out = run(capsys, *small, "--html", str(tmp_path / "plan.html"), status=1)
+    out = plan(*small, "--html", str(tmp_path / "plan.html"), status=1)
     assert "too much" in out and "It would fit with optimizer state in host memory, and take about" in out
     assert "A step takes" not in out and f"\n  --set {OFFLOAD}.device=cpu\n" in out
     assert_page_says(out, tmp_path / "plan.html")
     more = [f for key, value in told["change"]["values"].items() for f in ("--set", f"{key}={json.dumps(value)}")]
-    after = found(capsys, *small, *more)
+    after = plan.json(*small, *more)
     assert after["fits"] and after["step"]["seconds"] == pytest.approx(told["change"]["seconds"])
 
 
-@pytest.mark.usefixtures("no_search")
-def test_ranks_and_nodes(capsys: pytest.CaptureFixture[str]) -> None:
-    plan = (*SMALLER, "--machine", "h100", *ZERO_3)
-    eight, many = found(capsys, *plan), found(capsys, *plan, "--nodes", "4")
+def test_ranks_and_nodes(plan):
+    words = (*SMALLER, "--machine", "h100", *ZERO_3)
+    eight, many = plan.json(*words), plan.json(*words, "--nodes", "4")
     assert (eight["ranks"], many["ranks"]) == (8, 32)
     shares = [next(row["bytes"] for row in told["rows"] if row["category"] == "optimizer") for told in (eight, many)]
     assert shares[0] == pytest.approx(4 * shares[1], rel=0.2)  # padding aside
     assert many["step"]["terms"]["collectives"] > eight["step"]["terms"]["collectives"]
     # More ranks than GPUs are on more nodes.
-    assert found(capsys, *plan, "--ranks", "20")["machine"]["nodes"] == 3
+    assert plan.json(*words, "--ranks", "20")["machine"]["nodes"] == 3
 
 
-@pytest.mark.usefixtures("no_search")
-def test_without_a_gpu_there_is_one_memory_and_it_has_one_name(capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_gpu_there_is_one_memory_and_it_has_one_name(plan):
     offload = ("--set", f"{OFFLOAD}.device=cpu", *BF16)
     for extra in ((), ("--dry-run",)):
-        out = run(capsys, *SMALLER, "--machine", "4090", "--gpus", "0", *offload, *extra)
+        out = plan(*SMALLER, "--machine", "4090", "--gpus", "0", *offload, *extra)
         assert "host" in out and "device" not in out
 
 
@@ -136,52 +113,41 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Path | None, bool]]:
     return calls
 
 
-@pytest.mark.usefixtures("no_search")
-def test_a_machine_of_which_all_is_said_is_not_measured(
-    capsys: pytest.CaptureFixture[str], asked: list[Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_machine_of_which_all_is_said_is_not_measured(plan, asked, monkeypatch):
     sizes = ("--gpu-memory", "24GB", "--host-memory", "64GB", "--disk", "1TB", "--pcie", "20GB", "--stream", "50GB")
-    told = found(capsys, *SMALLER, "--gpus", "2", "--nodes", "3", *sizes, "--disk-bandwidth", "3GB")
+    told = plan.json(*SMALLER, "--gpus", "2", "--nodes", "3", *sizes, "--disk-bandwidth", "3GB")
     expected = {"gpus": 2, "nodes": 3, "gpu_memory": 24 * 10**9, "host_memory": 64 * 10**9, "disk": 10**12}
     expected |= {"pcie": 20 * 10**9, "stream": 50 * 10**9, "disk_read": 3 * 10**9, "disk_write": 3 * 10**9}
     assert told["ranks"] == 6 and expected.items() <= told["machine"].items() and not asked
     monkeypatch.setattr("wherry.plan.probe.this_machine", lambda *_, **__: described(known("4090"), gpus=0))
-    assert "add --gpu-memory, like 24GB" in error(capsys, *SMALLER, "--gpus", "2")
-    assert "--gpu-memory: this machine has no GPU; add --gpus 1" in error(capsys, *SMALLER, "--gpu-memory", "12GB")
+    assert "add --gpu-memory, like 24GB" in plan.error(*SMALLER, "--gpus", "2")
+    assert "--gpu-memory: this machine has no GPU; add --gpus 1" in plan.error(*SMALLER, "--gpu-memory", "12GB")
 
 
-def test_a_busy_machine_tells_of_nothing_faster_and_its_disk_is_the_one_that_is_named(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], asked: list[Any]
-) -> None:
-    out = run(capsys, *SMALLER)
+def test_a_busy_machine_tells_of_nothing_faster_and_its_disk_is_the_one_that_is_named(plan, tmp_path, asked, search):
+    out = plan(*SMALLER)
     assert "What would be faster is not told" in out and "Faster by" not in out
-    run(capsys, *SMALLER, "--again")
+    plan(*SMALLER, "--again")
     folder = str(tmp_path / "not" / "made")
-    run(capsys, *SMALLER, "--set", f"{OFFLOAD}.device=nvme", "--set", f"{OFFLOAD}.nvme_path={folder}")
+    plan(*SMALLER, "--set", f"{OFFLOAD}.device=nvme", "--set", f"{OFFLOAD}.nvme_path={folder}")
     wherry.estimate(10**6, {"zero_optimization": {"offload_optimizer": {"device": "nvme", "nvme_path": [folder]}}})
     assert asked == [(None, False), (None, True), (tmp_path, False), (tmp_path, False)]
 
 
-@pytest.mark.usefixtures("no_search")
-def test_a_model_of_ones_own_is_planned_by_its_weights_where_it_has_no_inputs(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_model_of_ones_own_is_planned_by_its_weights_where_it_has_no_inputs(plan):
     auto = ("--set", "zero_optimization.stage=auto", "--set", "gradient_clipping=auto")
-    told = found(capsys, *SMALLER, "--machine", "v100", "--recompute", *BF16, *auto)
+    told = plan.json(*SMALLER, "--machine", "v100", "--recompute", *BF16, *auto)
     assert told["recompute"] and told["sequence"] == 24 and told["step"]["seconds"] > 0
     assert any("compute bf16 slowly" in note for note in told["notes"])
     left = '"auto" is counted at its default here, and --auto chooses it: zero_optimization.stage'
     assert left in told["notes"]
-    told = found(capsys, "tests.plan.measured:Model", "--machine", "4090")
+    told = plan.json("tests.plan.measured:Model", "--machine", "4090")
     assert told["step"] is None
     assert any("activations and time are not counted" in note for note in told["notes"])
     assert next(row["bytes"] for row in told["rows"] if row["category"] == "parameters") > 0
 
 
-@pytest.mark.usefixtures("no_search")
-def test_a_hugging_face_config_of_a_folder_or_of_the_hub(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_hugging_face_config_of_a_folder_or_of_the_hub(plan, tmp_path, monkeypatch):
     """A name of the hub is looked for in its cache; with --online its config, that file alone, is fetched."""
     hub = pytest.importorskip("huggingface_hub", reason="names of the hub need huggingface_hub")
     transformers = pytest.importorskip("transformers", reason="models of Hugging Face need transformers")
@@ -203,14 +169,14 @@ def test_a_hugging_face_config_of_a_folder_or_of_the_hub(
         return str(cached)
 
     monkeypatch.setattr(hub, "snapshot_download", download)
-    plan = ("--machine", "4090")
-    assert "`hf download owner/tiny config.json --local-dir tiny`" in error(capsys, "owner/tiny", *plan)
+    words = ("--machine", "4090")
+    assert "`hf download owner/tiny config.json --local-dir tiny`" in plan.error("owner/tiny", *words)
     assert not asked
-    told = found(capsys, "https://huggingface.co/owner/tiny", *plan, "--online")
+    told = plan.json("https://huggingface.co/owner/tiny", *words, "--online")
     assert asked == [("owner/tiny", "config.json")]
     assert (told["model"], told["sequence"]) == ("owner/tiny (gpt2)", 32) and told["step"]["seconds"] > 0
     assert told["parameters"] == 2 * (12 * 64**2 + 13 * 64) + (100 + 32 + 2) * 64
-    assert "`hf auth login`" in error(capsys, "owner/closed", *plan, "--online")
+    assert "`hf auth login`" in plan.error("owner/closed", *words, "--online")
     kept.append(str(cached))
     assert wherry.estimate("owner/tiny", machine="4090").parameters == told["parameters"]
     for wrong, message in (
@@ -220,22 +186,19 @@ def test_a_hugging_face_config_of_a_folder_or_of_the_hub(
         ('{"model_type": "gpt2", "n_embd": 65, "n_head": 4}', "fails: ValueError: `embed_dim` must be divisible"),
     ):
         (tmp_path / "config.json").write_text(wrong)
-        assert message in error(capsys, str(tmp_path), *plan)
+        assert message in plan.error(str(tmp_path), *words)
     kernels = ModuleNotFoundError("No module named 'kernels'")
     monkeypatch.setattr(transformers.AutoConfig, "for_model", mock.Mock(side_effect=kernels))
-    assert "config.json needs: No module named 'kernels'\n" in error(capsys, str(tmp_path), *plan)
+    assert "config.json needs: No module named 'kernels'\n" in plan.error(str(tmp_path), *words)
 
 
-@pytest.mark.usefixtures("no_search")
-def test_auto_writes_a_config_that_loads_fits_keeps_what_was_given_and_says_why(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_auto_writes_a_config_that_loads_fits_keeps_what_was_given_and_says_why(plan, tmp_path):
     given, file, page = tmp_path / "given.json", tmp_path / "chosen.json", tmp_path / "plan.html"
     zero = {"stage": "auto", "offload_optimizer": {"device": "none"}, "offload_param": {"device": "none"}}
     fixed = {"bf16": {"enabled": True}, "train_batch_size": 64, "activation_checkpointing": {"policy": "none"}}
     given.write_text(json.dumps(fixed | {"zero_optimization": zero}))
-    plan = (*SMALLER, "--machine", "4090", "--config")
-    out = run(capsys, *plan, str(given), "--auto", "-o", str(file), "--html", str(page))
+    words = (*SMALLER, "--machine", "4090", "--config")
+    out = plan(*words, str(given), "--auto", "-o", str(file), "--html", str(page))
     assert_page_says(out, page)
     text = file.read_text()
     assert "// Chosen by" in text and text.count("//") >= 5
@@ -243,49 +206,46 @@ def test_auto_writes_a_config_that_loads_fits_keeps_what_was_given_and_says_why(
     assert chosen.bf16.enabled
     sizes = chosen.batch(1)
     assert sizes.train == 64 == sizes.micro * sizes.accumulation
-    assert found(capsys, *plan, str(file))["fits"]
+    assert plan.json(*words, str(file))["fits"]
 
 
 @pytest.mark.long
-def test_auto_never_picks_what_does_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = found(capsys, *SMALL, "--gpu-memory", "150MB", *BF16, "--auto")
+def test_auto_never_picks_what_does_not_fit(plan, tmp_path, search):
+    told = plan.json(*SMALL, "--gpu-memory", "150MB", *BF16, "--auto")
     assert told["estimate"]["fits"] and told["fitting"] < told["tried"]
     small, file = (*SMALL, "--gpu-memory", "5MB", "--host-memory", "600MB", "--auto"), tmp_path / "chosen.json"
-    out = run(capsys, *small, "-o", str(file), status=1)
+    out = plan(*small, "-o", str(file), status=1)
     assert "Nothing fits. The smallest is" in out and "too much" in out and not file.exists()
     assert re.search(r"the host: 0\.\d\d GB of 0\.07 GB usable, 0\.\d\d GB too much", out)  # of one unit
-    told = found(capsys, *small, status=1)
+    told = plan.json(*small, status=1)
     assert told["values"] is None and told["fitting"] == 0 < told["tried"] and not told["estimate"]["fits"]
 
 
 @pytest.mark.long
-@pytest.mark.usefixtures("no_search")
-def test_activations_that_are_left_to_auto_are_told_of_and_chosen(capsys: pytest.CaptureFixture[str]) -> None:
+def test_activations_that_are_left_to_auto_are_told_of_and_chosen(plan):
     key, fixed = "activation_checkpointing.policy", (*SMALL, "--set", "train_micro_batch_size_per_gpu=32", *BF16)
     for device in ("offload_optimizer", "offload_param"):
         fixed = (*fixed, "--set", f"zero_optimization.{device}.device=none")
     needed = dict[str, int]()
     for policy in ("none", "recompute", "auto"):
-        told = found(capsys, *fixed, "--set", f"{key}={policy}")
+        told = plan.json(*fixed, "--set", f"{key}={policy}")
         needed[policy] = told["uses"][0]["needed"]
         assert any("counted as if every unit were recomputed" in note for note in told["notes"]) == (policy == "auto")
     assert needed["auto"] == needed["recompute"] < needed["none"]
     between = (needed["none"] + needed["recompute"]) / 2 / 0.92
     for memory, policy in (("24GB", "none"), (f"{between:.0f}", "recompute")):
-        told = found(capsys, *fixed, "--set", f"{key}=auto", "--gpu-memory", memory, "--auto")
+        told = plan.json(*fixed, "--set", f"{key}=auto", "--gpu-memory", memory, "--auto")
         assert told["values"][key] == policy and told["estimate"]["fits"]
         assert ("again" in told["reasons"][key]) == (policy == "recompute")
 
 
 @pytest.mark.long
-def test_auto_leaves_a_share_of_the_state_on_the_device_where_that_is_faster(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_auto_leaves_a_share_of_the_state_on_the_device_where_that_is_faster(plan, tmp_path, search):
     """The host's update takes longest here, and a share of it fits on the device: not all, as there is no room."""
     slow = ("--gpu-memory", "200MB", "--stream", "2GB", "--set", f"{OFFLOAD}.device=cpu", *BF16)
     clipped = (*SMALL, *slow, "--set", "gradient_clipping=1.0", "--auto")
     key, file = f"{OFFLOAD}.ratio", tmp_path / "chosen.json"
-    told, whole = found(capsys, *clipped, "-o", str(file)), found(capsys, *clipped, "--set", f"{key}=1.0")
+    told, whole = plan.json(*clipped, "-o", str(file)), plan.json(*clipped, "--set", f"{key}=1.0")
     assert key not in whole["values"] and 0 < told["values"][key] < 1
     rates = [each["estimate"]["step"]["tokens_per_second"] for each in (told, whole)]
     assert told["estimate"]["fits"] and rates[0] > 1.02 * rates[1]
@@ -293,10 +253,10 @@ def test_auto_leaves_a_share_of_the_state_on_the_device_where_that_is_faster(
     assert "is updated on the device, at the same time" in file.read_text()
 
 
-def test_a_dry_run(capsys: pytest.CaptureFixture[str]) -> None:
-    out = run(capsys, *SMALLER, "--dry-run", "--ranks", "64", "--rank", "7", *ZERO_3)
+def test_a_dry_run(plan):
+    out = plan(*SMALLER, "--dry-run", "--ranks", "64", "--rank", "7", *ZERO_3)
     assert "rank 7 of 64" in out and "reduce_scatter" in out and "peak" in out
-    told = found(capsys, *SMALLER, "--dry-run", "--machine", "h100", "--nodes", "8", *ZERO_3)
+    told = plan.json(*SMALLER, "--dry-run", "--machine", "h100", "--nodes", "8", *ZERO_3)
     assert told["ranks"] == 64 and told["calls"]["reduce_scatter"] > 0
     assert {line["category"] for line in told["memory"]} >= {"parameters", "gathered", "activations"}
 
@@ -338,16 +298,14 @@ MISTAKES = [
 ]
 
 
-def test_mistakes_are_told_before_anything_is_measured_or_run(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_mistakes_are_told_before_anything_is_measured_or_run(plan, monkeypatch):
     def begun(*_: Any, **__: Any) -> Any:
         raise AssertionError("something took long")
 
     monkeypatch.setattr("wherry.plan.probe.this_machine", begun)
     monkeypatch.setattr("wherry.plan.dry_run.outline", begun)
     for arguments, message in MISTAKES:
-        assert message in error(capsys, *arguments), arguments
+        assert message in plan.error(*arguments), arguments
 
 
 MINE = """
@@ -380,19 +338,17 @@ CODE_OF_ONES_OWN = [
 ]
 
 
-def test_what_ones_own_code_raises_is_told_with_its_line(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_ones_own_code_raises_is_told_with_its_line(plan, tmp_path, monkeypatch):
     for name, text in (("mine", MINE), ("broken", "undefined")):
         (tmp_path / f"{name}.py").write_text(text)
         monkeypatch.delitem(sys.modules, name, raising=False)
     monkeypatch.syspath_prepend(str(tmp_path))
     for model, message in CODE_OF_ONES_OWN:
-        assert message in error(capsys, model, "--machine", "4090")
-    assert "no tensor can be as large" in error(capsys, *SMALL, "--sequence", "100000000000000000")
+        assert message in plan.error(model, "--machine", "4090")
+    assert "no tensor can be as large" in plan.error(*SMALL, "--sequence", "100000000000000000")
 
 
-def test_mistakes_of_programs() -> None:
+def test_mistakes_of_programs():
     for model, more, message in (
         (float("nan"), {}, "parameters: expected 1 or more, got nan"),
         (1e9, {"ranks": -2}, "ranks: expected 1 or more, got -2"),

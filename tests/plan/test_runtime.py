@@ -12,7 +12,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import TinyLM, adamw, make_model, token_batch
+from tests.engine.harness import TinyLM, engine_of, make_model, train_step
+from tests.plan.measured import ALONE
 from torch.utils.data import TensorDataset
 
 import wherry
@@ -25,25 +26,16 @@ from wherry.plan.imagined import FakeComm
 from wherry.testing import run_ranks
 from wherry.tiers.disk import DiskSpaceError
 
-# Small models would be reduced in one buffer, which is larger than what a stage saves.
-BUCKETS = {"reduce_bucket_size": 0, "allgather_bucket_size": 0}
-AUTO = {"stage": "auto", "offload_optimizer": {"device": "auto"}, "stage3_param_persistence_threshold": 0, **BUCKETS}
+AUTO = {"stage": "auto", "offload_optimizer": {"device": "auto"}, "stage3_param_persistence_threshold": 0, **ALONE}
 DATA = TensorDataset(torch.zeros(64, 6, dtype=torch.int64), torch.zeros(64, 6, dtype=torch.int64))
-
-Free = Callable[[int], None]
-Host = Callable[..., None]
 
 
 def engine_config(ranks: int, config: dict[str, Any], model: Any, data: Any = None) -> dict[str, Any]:
     """Train a step and return the config of rank 0's engine, which is that of all."""
 
     def body(comm: Comm) -> dict[str, Any]:
-        mine = copy.deepcopy(model)
-        engine, *_ = wherry.initialize(model=mine, optimizer=adamw, config=config, mesh=comm, training_data=data)
-        loss = engine(*token_batch(0, 0, comm.rank))
-        assert torch.isfinite(loss)
-        engine.backward(loss)
-        engine.step()
+        engine = engine_of(copy.deepcopy(model), config, comm, training_data=data)
+        train_step(engine, 0, comm.rank)
         found = engine.config
         engine.close()
         return found
@@ -54,7 +46,7 @@ def engine_config(ranks: int, config: dict[str, Any], model: Any, data: Any = No
 
 
 @pytest.fixture
-def free_memory(monkeypatch: pytest.MonkeyPatch) -> Free:
+def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Set the bytes of host memory that are free for states."""
 
     def free(count: int) -> None:
@@ -64,15 +56,9 @@ def free_memory(monkeypatch: pytest.MonkeyPatch) -> Free:
     return free
 
 
-@pytest.fixture
-def machine(monkeypatch: pytest.MonkeyPatch) -> Host:
-    """Set the machine that steps are timed on: without a GPU, if not said otherwise."""
-
-    def change(**rates: Any) -> None:
-        found = replace(machines.KNOWN["4090"], **{"gpus": 0, "host_memory": 2 * 10**9, "overhead": 1e-6} | rates)
-        monkeypatch.setattr(runtime, "this_machine", lambda _: found)
-
-    return change
+def host(**rates: Any) -> machines.Machine:
+    """Return the machine that steps are timed on, without a GPU if not said otherwise."""
+    return replace(machines.KNOWN["4090"], **{"gpus": 0, "host_memory": 2 * 10**9, "overhead": 1e-6} | rates)
 
 
 def settle(model: torch.nn.Module, config: dict[str, Any], data: Any = None, ranks: int = 1, **how: Any) -> Any:
@@ -81,7 +67,7 @@ def settle(model: torch.nn.Module, config: dict[str, Any], data: Any = None, ran
     return runtime.settle(model, configs.load(config), comm, data=data, **how)
 
 
-def test_less_memory_means_a_higher_stage_and_all_ranks_agree(free_memory: Free) -> None:
+def test_less_memory_means_a_higher_stage_and_all_ranks_agree(free_memory):
     model = make_model(lambda: TinyLM(blocks=4, width=64))
     stages = []
     for memory in (2**24, 2**22):
@@ -93,7 +79,7 @@ def test_less_memory_means_a_higher_stage_and_all_ranks_agree(free_memory: Free)
         engine_config(2, {"zero_optimization": AUTO}, model)
 
 
-def test_what_was_given_stays_and_a_note_says_what_was_chosen_and_why(free_memory: Free) -> None:
+def test_what_was_given_stays_and_a_note_says_what_was_chosen_and_why(free_memory):
     free_memory(10**9)
     settled = settle(make_model(), {"zero_optimization": AUTO}, ranks=2)
     assert any("zero_optimization.stage: auto, chosen to be 0: everything fits whole" in note for note in settled.notes)
@@ -101,7 +87,7 @@ def test_what_was_given_stays_and_a_note_says_what_was_chosen_and_why(free_memor
     assert settle(make_model(), {"zero_optimization": {**AUTO, "stage": 2}}).zero_optimization.stage == 2
 
 
-def test_the_gpu_with_the_least_free_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gpu_with_the_least_free_counts(monkeypatch):
     model, config = make_model(lambda: TinyLM(blocks=4, width=64)), configs.load({"zero_optimization": AUTO})
 
     def everything_fits_whole(*free: int) -> list[bool]:
@@ -127,12 +113,10 @@ class Pairs(torch.nn.Module):
         return torch.nn.functional.cross_entropy(y @ y.t(), torch.arange(len(x), device=x.device))
 
 
-def test_a_micro_batch_that_is_chosen_fits_by_a_profile_of_its_own(
-    monkeypatch: pytest.MonkeyPatch, machine: Host
-) -> None:
+def test_a_micro_batch_that_is_chosen_fits_by_a_profile_of_its_own(monkeypatch):
     """The search goes by a straight line from small micro-batches, far below what a large one keeps here."""
     monkeypatch.setattr(machines, "PROCESS", 0)
-    machine(host_memory=3 * 10**6, overhead=1e-3)
+    monkeypatch.setattr(runtime, "this_machine", lambda _: host(host_memory=3 * 10**6, overhead=1e-3))
     chosen = settle(Pairs(), {choose.MICRO: "auto"}, TensorDataset(torch.zeros(4, 64))).batch(1).micro
 
     def fits(micro: int) -> bool:
@@ -142,7 +126,7 @@ def test_a_micro_batch_that_is_chosen_fits_by_a_profile_of_its_own(
     assert chosen >= 16 and fits(chosen) and not fits(2 * chosen)
 
 
-def test_ranks_that_share_the_model_need_room_on_the_node_as_well(free_memory: Free) -> None:
+def test_ranks_that_share_the_model_need_room_on_the_node_as_well(free_memory):
     """Four data-parallel ranks beside four others with the other half of each matrix: eight in one memory."""
     model = make_model(lambda: TinyLM(blocks=4, width=64))
 
@@ -157,7 +141,7 @@ def test_ranks_that_share_the_model_need_room_on_the_node_as_well(free_memory: F
     assert shared != [stage(8 * size, 1) for size in sizes]
 
 
-def test_stages_of_a_pipeline_keep_the_batch_sizes_that_they_share(free_memory: Free) -> None:
+def test_stages_of_a_pipeline_keep_the_batch_sizes_that_they_share(free_memory):
     """Each has other layers, and most of them other inputs than the data: by themselves they would choose apart."""
     free_memory(10**9)
     config = {"zero_optimization": AUTO, choose.MICRO: "auto", choose.ACCUMULATION: "auto"}
@@ -169,7 +153,7 @@ def test_stages_of_a_pipeline_keep_the_batch_sizes_that_they_share(free_memory: 
         assert set(found.auto) == {choose.MICRO, choose.ACCUMULATION}
 
 
-def test_the_disk_is_chosen_where_memory_is_short_and_a_folder_is_given(tmp_path: Path, free_memory: Free) -> None:
+def test_the_disk_is_chosen_where_memory_is_short_and_a_folder_is_given(tmp_path, free_memory):
     model = make_model(lambda: TinyLM(blocks=8, width=64))
     offload = {"device": "auto", "buffer_count": 1}
     zero = {"stage": "auto", "offload_optimizer": offload | {"nvme_path": str(tmp_path)}, "offload_param": offload}
@@ -197,8 +181,8 @@ class Spare(TinyLM):
         self.spare = torch.nn.LayerNorm(4)
 
 
-def test_everything_that_is_chosen_may_be_auto_also_of_a_model_on_the_meta_device(machine: Host) -> None:
-    machine()
+def test_everything_that_is_chosen_may_be_auto_also_of_a_model_on_the_meta_device(monkeypatch):
+    monkeypatch.setattr(runtime, "this_machine", lambda _: host())
     config: dict[str, Any] = {key: "auto" for key in choose.CHOSEN}
     config |= {choose.RECOMPUTE: "auto", "train_batch_size": 32}
     with torch.device("meta"):
@@ -211,9 +195,7 @@ def test_everything_that_is_chosen_may_be_auto_also_of_a_model_on_the_meta_devic
 # --- the machine ---
 
 
-def test_the_machine_is_measured_once_while_no_others_work(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_machine_is_measured_once_while_no_others_work(tmp_path, monkeypatch, caplog):
     cache, times, real = tmp_path / "cache", list[Path](), machines.KNOWN["4090"]
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.setattr(rates, "measure", lambda folder: times.append(folder) or replace(real, measured=True))
@@ -236,9 +218,7 @@ def test_the_machine_is_measured_once_while_no_others_work(
     assert len(times) == 4
 
 
-def test_a_disk_that_cannot_be_measured_is_unknown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_disk_that_cannot_be_measured_is_unknown(tmp_path, monkeypatch, caplog):
     def write(*_: Any) -> None:
         raise DiskSpaceError("it is full", 1, "there")
 
@@ -248,7 +228,7 @@ def test_a_disk_that_cannot_be_measured_is_unknown(
 
 
 @pytest.mark.nightly
-def test_rates_are_measured(tmp_path: Path) -> None:
+def test_rates_are_measured(tmp_path):
     before = torch.get_rng_state()
     found = rates.measure(tmp_path)
     assert torch.equal(torch.get_rng_state(), before)
@@ -259,7 +239,7 @@ def test_rates_are_measured(tmp_path: Path) -> None:
     assert machines.Machine(**json.loads(json.dumps(asdict(found)))) == found
 
 
-def test_a_machine_that_gains_or_loses_gpus() -> None:
+def test_a_machine_that_gains_or_loses_gpus():
     """Each rate is of what computes: nothing of the other is left."""
     with_gpus = machines.known("h100")
     host = machines.described(with_gpus, gpus=0, nodes=3)

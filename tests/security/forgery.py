@@ -53,22 +53,25 @@ def engine_of(steps: int, seed: int = 0, more: dict[str, Any] | None = None) -> 
     return engine
 
 
+def digest(tensors: dict[str, Any], *values: Any) -> bytes:
+    """A digest of tensors and of other values."""
+    whole = hashlib.sha256(repr(values).encode())
+    for name, tensor in tensors.items():
+        whole.update(name.encode() + (tensor.numpy().tobytes() if isinstance(tensor, torch.Tensor) else b""))
+    return whole.digest()
+
+
 def everything(engine: Any) -> bytes:
     """A digest of everything that a load may change."""
-    digest = hashlib.sha256()
-    for name, tensor in engine.module.state_dict().items():
-        digest.update(name.encode() + (tensor.numpy().tobytes() if isinstance(tensor, torch.Tensor) else b""))
+    tensors = engine.module.state_dict() | {"generator": torch.get_rng_state()}
     for name, _ in engine.module.named_parameters():
-        for key in ("exp_avg", "exp_avg_sq"):
-            digest.update(engine.states.full(name, key).numpy().tobytes())
+        tensors |= {f"{name}:{kind}": engine.states.full(name, kind) for kind in ("exp_avg", "exp_avg_sq")}
     groups = [
         {key: value for key, value in group.items() if key != "params"} for group in engine.optimizer.param_groups
     ]
     counts = engine.global_steps, engine.micro_steps, engine.global_samples, engine.skipped_steps
     schedule = engine.lr_scheduler.state_dict()
-    digest.update(repr((groups, counts, schedule, engine.get_global_grad_norm(), engine.was_step_applied())).encode())
-    digest.update(torch.get_rng_state().numpy().tobytes())
-    return digest.digest()
+    return digest(tensors, groups, counts, schedule, engine.get_global_grad_norm(), engine.was_step_applied())
 
 
 class Forgery:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import shutil
@@ -15,7 +14,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import save_file
-from tests.security.forgery import CLIENT_STATE, Forgery, Model, engine_of, everything, sign
+from tests.security.forgery import CLIENT_STATE, Forgery, Model, digest, engine_of, everything, sign
 from tests.security.hostile import content
 
 import wherry
@@ -50,8 +49,9 @@ class Kind:
     # Paths, joined by "/", that are not walked, and those at which another value may load as another result.
     skipped: str = "$^"
     free: str = "$^"
-    # Every node is replaced by each n-th bad value.
+    # Every node is replaced by each n-th bad value, and those at some paths by fewer.
     every: int = 1
+    seldom: str = "$^"
 
     def flaw(self, error: Exception) -> str | None:
         """Say what is wrong with the message of an error, if anything is."""
@@ -102,20 +102,13 @@ def manifest(folder: Path) -> Kind:
     def write(tree: Any) -> None:
         sign(loads.path, tree if isinstance(tree, bytes) else {**tree, "sha256": "0" * 64})
 
-    # The run's values are decoded by the engine, which takes longer than the manifest does.
-    skipped = r"config/|format|sha256|engine/|ranks/|entries/(?!first.weight|norm.num_batches_tracked)"
+    skipped = r"config/|format|sha256|entries/(?!first.weight|norm.num_batches_tracked)"
     free = "tag|created|versions|config|placement|tensors$|tensors/value|entries/[^/]+/(aliases|dtype|kind)|world_size"
-    free += "|engine$|ranks$|entries/first.weight$"
-    more: dict[str, Any] = {"skipped": skipped, "free": free, "every": 7}
+    free += "|engine(/|$)|ranks(/|$)|entries/first.weight$"
+    # The run's values are decoded by the engine, which takes longer than the manifest does.
+    more: dict[str, Any] = {"skipped": skipped, "free": free, "every": 7, "seldom": "engine/|ranks/"}
     file = loads.path / "manifest.json"
     return Kind(loads.path, file, loads.forgery.manifest, write, loads, CheckpointError, **more)
-
-
-def values_of_a_run(folder: Path) -> Kind:
-    kind = manifest(folder)
-    kind.skipped = r"(?!engine/|ranks/)"
-    kind.free, kind.every = "engine/|ranks/", 23
-    return kind
 
 
 def header(folder: Path) -> Kind:
@@ -135,10 +128,6 @@ def header(folder: Path) -> Kind:
 # Folders of weights.
 
 
-def digest(model: torch.nn.Module) -> bytes:
-    return hashlib.sha256(b"".join(value.numpy().tobytes() for value in model.state_dict().values())).digest()
-
-
 def weights(seed: int = 5) -> dict[str, torch.Tensor]:
     torch.manual_seed(seed)
     return Model().state_dict()
@@ -153,30 +142,32 @@ class LoadsWeights:
     def __call__(self) -> bytes:
         for target, model in ((self.engine, self.engine.module), (self.model, self.model)):
             torch.nn.init.zeros_(model.first.weight)
-            before = digest(model)
+            before = digest(model.state_dict())
             try:
                 wherry.load_pretrained(target, self.path)
             except WherryError:
-                assert digest(model) == before, "a refused load has changed the model"
+                assert digest(model.state_dict()) == before, "a refused load has changed the model"
                 if target is self.model:
                     raise
-        assert digest(self.model) == digest(self.engine.module)
-        return digest(self.model)
+        loaded = digest(self.model.state_dict())
+        assert digest(self.engine.module.state_dict()) == loaded
+        return loaded
 
 
-def write_two_files(folder: Path) -> dict[str, str]:
-    """Weights in two files, without their index; returns its map."""
+def write_two_files(folder: Path) -> dict[str, Any]:
+    """Write weights in two files and their index; return its content."""
     state = weights()
     names = {name: (FIRST if name.startswith("first") else SECOND) for name in state}
     for file in (FIRST, SECOND):
         save_file({name: value for name, value in state.items() if names[name] == file}, folder / file)
-    return names
+    tree = {"metadata": {}, "weight_map": names}
+    (folder / INDEX).write_text(json.dumps(tree))
+    return tree
 
 
 def index(folder: Path) -> Kind:
-    names = write_two_files(folder)
+    tree = write_two_files(folder)
     (folder / "folder").mkdir()
-    tree = {"metadata": {}, "weight_map": names}
     return in_json(folder / INDEX, tree, LoadsWeights(folder), free="metadata")
 
 
@@ -204,12 +195,12 @@ def weights_file(folder: Path) -> Kind:
 
 SHAPES: list[dict[str, Any]] = [{"a.weight": (4, 3), "b.weight": (5,)}, {"a.bias": (3,)}]
 RANKS = 2
+MODEL = "mp_rank_00_model_states.pt"
 
 
-def write_two_ranks(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Write a checkpoint of DeepSpeed's stage 2; return the tree of the model's file, and of the last optimizer's."""
+def two_ranks() -> dict[str, Any]:
+    """Make the files of a checkpoint of stage 2, by name."""
     torch.manual_seed(0)
-    (tag := folder / "step").mkdir(parents=True)
     weights = {name: torch.randn(shape) for shapes in SHAPES for name, shape in shapes.items()}
     model: dict[str, Any] = {
         "module": OrderedDict(weights | {"seen": torch.tensor([3, 1])}),
@@ -226,18 +217,27 @@ def write_two_ranks(folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         "lr_scheduler": {"last_batch_iteration": 4},
         "epoch": 7,
     }
-    torch.save(model, tag / "mp_rank_00_model_states.pt")
-    optimizer: dict[str, Any] = {}
+    files = {MODEL: model}
     for rank in range(RANKS):
         sizes = [sum(math.prod(shape) for shape in shapes.values()) for shapes in SHAPES]
         flats = [torch.randn(-(-size // RANKS)) for size in sizes]
         states = {i: {"step": torch.tensor(5.0), "exp_avg": torch.rand_like(flat)} for i, flat in enumerate(flats)}
         inner = {"state": states, "param_groups": [{"lr": 0.5, "params": [0]}, {"lr": 0.5, "params": [1]}]}
         parts = {"single_partition_of_fp32_groups": flats, "base_optimizer_state": inner}
-        optimizer = {"optimizer_state_dict": parts}
-        torch.save(optimizer, tag / f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
-    (folder / "latest").write_text("step")
-    return model, optimizer
+        files[f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"] = {"optimizer_state_dict": parts}
+    return files
+
+
+def universal() -> dict[str, Any]:
+    """Make the files of a universal checkpoint, by name."""
+    shapes = {"a": (4, 3), "b": (3,)}
+    scale = {"scale": 2.0, "patience": 1, "good_steps": 0}
+    optimizer = {"param_groups": [{"lr": 0.5, "params": [0]}], "loss_scale": scale}
+    files = {MODEL: {"module": {}, "param_shapes": [shapes]}, "zero/optimizer_state.pt": optimizer}
+    for name, shape in shapes.items():
+        files |= {f"zero/{name}/{kind}.pt": {"param": torch.ones(shape), "cat_dim": 0} for kind in ("fp32", "exp_avg")}
+        files[f"zero/{name}/step.pt"] = 5
+    return files
 
 
 class Imports:
@@ -257,7 +257,12 @@ class Imports:
         return json.dumps([forgery.manifest["entries"], forgery.manifest["engine"], forgery.header]), forgery.data
 
 
-def _pickle(folder: Path, file: str, tree: Any, **more: Any) -> Kind:
+def _pickle(folder: Path, files: dict[str, Any], file: str, **more: Any) -> Kind:
+    """One of the files of a checkpoint."""
+    for name, value in files.items():
+        (each := folder / "step" / name).parent.mkdir(parents=True, exist_ok=True)
+        torch.save(value, each)
+    (folder / "latest").write_text("step")
     path = folder / "step" / file
 
     def write(tree: Any) -> None:
@@ -266,45 +271,26 @@ def _pickle(folder: Path, file: str, tree: Any, **more: Any) -> Kind:
         else:
             torch.save(tree, path)
 
-    return Kind(folder, path, tree, write, Imports(folder), CheckpointError, True, **more)
+    return Kind(folder, path, files[file], write, Imports(folder), CheckpointError, True, **more)
 
 
 def deepspeed_model(folder: Path) -> Kind:
-    model, _ = write_two_ranks(folder)
     free = r"module$|module/seen|buffer_names|param_shapes/|shared_params|frozen|lr_scheduler|global|skipped|epoch"
     free += "|dp_world_size|ds_version"
-    return _pickle(folder, "mp_rank_00_model_states.pt", model, free=free, every=9)
+    return _pickle(folder, two_ranks(), MODEL, free=free, every=9)
 
 
 def deepspeed_optimizer(folder: Path) -> Kind:
-    _, optimizer = write_two_ranks(folder)
     free = "optimizer_state_dict/base_optimizer_state/(param_groups|state)"
-    file = "zero_pp_rank_1_mp_rank_00_optim_states.pt"
-    return _pickle(folder, file, optimizer, free=free, every=11)
-
-
-def write_universal(folder: Path) -> Path:
-    tag = folder / "step"
-    for name, shape in {"a": (4, 3), "b": (3,)}.items():
-        (tag / "zero" / name).mkdir(parents=True)
-        for state in ("fp32", "exp_avg"):
-            torch.save({"param": torch.ones(shape), "cat_dim": 0}, tag / "zero" / name / f"{state}.pt")
-        torch.save(5, tag / "zero" / name / "step.pt")
-    torch.save({"module": {}, "param_shapes": [{"a": (4, 3), "b": (3,)}]}, tag / "mp_rank_00_model_states.pt")
-    (folder / "latest").write_text("step")
-    return tag
+    return _pickle(folder, two_ranks(), "zero_pp_rank_1_mp_rank_00_optim_states.pt", free=free, every=11)
 
 
 def universal_optimizer(folder: Path) -> Kind:
-    write_universal(folder)
-    scale = {"scale": 2.0, "patience": 1, "good_steps": 0}
-    tree = {"param_groups": [{"lr": 0.5, "params": [0]}], "loss_scale": scale}
-    return _pickle(folder, "zero/optimizer_state.pt", tree, free=".*", every=4)
+    return _pickle(folder, universal(), "zero/optimizer_state.pt", free=".*", every=4)
 
 
 def universal_state(folder: Path) -> Kind:
-    torch.save({"param_groups": [{"lr": 0.5, "params": [0]}]}, write_universal(folder) / "zero" / "optimizer_state.pt")
-    return _pickle(folder, "zero/a/fp32.pt", {"param": torch.ones(4, 3), "cat_dim": 0}, free="cat_dim")
+    return _pickle(folder, universal(), "zero/a/fp32.pt", free="cat_dim")
 
 
 # Configs.
@@ -336,6 +322,13 @@ def config(folder: Path) -> Kind:
 
 
 GPT2 = {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 1, "vocab_size": 8, "n_positions": 8}
+
+
+def write_model(folder: Path, **values: Any) -> str:
+    """Write the config of a model; return its folder."""
+    folder.mkdir(exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(GPT2 | values))
+    return str(folder)
 
 
 def model_config(folder: Path) -> Kind:
@@ -372,7 +365,7 @@ def hostfile(folder: Path) -> Kind:
 KINDS: dict[str, Callable[[Path], Kind]] = {
     kind.__name__: kind
     for kind in (
-        manifest, values_of_a_run, header, index, weights_file, deepspeed_model, deepspeed_optimizer,
+        manifest, header, index, weights_file, deepspeed_model, deepspeed_optimizer,
         universal_optimizer, universal_state, config, model_config, adapter, hostfile,
     )
 }  # fmt: skip

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.security.hostile import nested
-from tests.security.kinds import GPT2
+from tests.security.kinds import GPT2, write_model
 
 from wherry.config import ConfigError, load, parse_overrides
 from wherry.errors import WherryError
@@ -52,20 +52,13 @@ def test_a_dict_or_an_override_that_cannot_be_meant_is_refused() -> None:
 # Configs of models.
 
 
-def write_model(folder: Path, **values: Any) -> str:
-    (folder / "config.json").write_text(json.dumps(GPT2 | values))
-    return str(folder)
-
-
 def test_a_model_of_too_many_modules_is_not_built_to_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Counts under whatever name."""
     monkeypatch.setattr("wherry.sources._MOST_MODULES", 500)
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "albert", "architectures": ["AlbertModel"], "inner_group_num": 10**9,
-                    "embedding_size": 8, "hidden_size": 8, "num_attention_heads": 1, "intermediate_size": 8})
-    )  # fmt: skip
+    sizes = dict.fromkeys(("embedding_size", "hidden_size", "intermediate_size"), 8)
+    albert = {"model_type": "albert", "architectures": ["AlbertModel"], "num_attention_heads": 1, **sizes}
     with pytest.raises(WherryError, match="a model of more than 500 modules"), torch.device("meta"):
-        find(str(tmp_path)).make(1, 8)
+        find(write_model(tmp_path, **albert, inner_group_num=10**9)).make(1, 8)
     assert len(torch.nn.modules.module._global_module_registration_hooks) == 0
 
 
@@ -85,22 +78,13 @@ ASKING = {
 }
 FETCHING = ("backbone", "kernel")
 LOOKS = """
-import json, os, sys, threading
-from http.server import BaseHTTPRequestHandler, HTTPServer
+import json, os, sys
 from pathlib import Path
-
-asked = []
-class Hub(BaseHTTPRequestHandler):
-    def do_HEAD(self):
-        asked.append(self.path)
-        self.send_error(404)
-    do_GET = do_HEAD
-    log_message = lambda *_: None
-server = HTTPServer(("127.0.0.1", 0), Hub)
-threading.Thread(target=server.serve_forever, daemon=True).start()
-os.environ["HF_ENDPOINT"] = f"http://127.0.0.1:{server.server_port}"
 from transformers.integrations import hub_kernels
 from wherry.cli import main
+
+asked = []
+sys.addaudithook(lambda event, given: asked.append(given) if event == "socket.getaddrinfo" else None)
 
 # As if the package was there, and fetched.
 def fetched(name, **_):
@@ -121,7 +105,8 @@ print("FOUND", json.dumps(found))
 
 
 def test_a_plan_of_a_folder_asks_no_other_machine_unless_it_is_told_to(tmp_path: Path, forks: Any) -> None:
-    more = {"HF_HOME": str(tmp_path / "hub"), "NO_PROXY": "*", "HF_HUB_OFFLINE": "0"}
+    hub = {"HF_HOME": str(tmp_path / "hub"), "HF_ENDPOINT": "http://127.0.0.1:9"}  # where none listens
+    more = {**hub, "NO_PROXY": "*", "HF_HUB_OFFLINE": "0"}
     done = forks.run("-c", LOOKS, json.dumps(ASKING), *FETCHING, folder=tmp_path, launched=False, **more)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout.split("FOUND")[1]) == [f"{name}--online" for name in FETCHING]
@@ -132,27 +117,22 @@ def test_a_plan_of_a_folder_asks_no_other_machine_unless_it_is_told_to(tmp_path:
 def test_off_the_network_is_this_thread_for_this_time(tmp_path: Path) -> None:
     from huggingface_hub import constants
 
-    before, others = (socket.getaddrinfo, constants.HF_HUB_OFFLINE), []
-    with socket.create_server(("127.0.0.1", 0)) as listening:
+    def connect() -> None:
+        socket.create_connection(address).close()
+
+    before = socket.getaddrinfo, constants.HF_HUB_OFFLINE
+    with socket.create_server(("127.0.0.1", 0)) as listening, ThreadPoolExecutor(1) as another:
         address = listening.getsockname()
-
-        def connect() -> None:
-            socket.create_connection(address).close()
-            others.append(threading.current_thread().name)
-
         reaching = (connect, lambda: socket.getaddrinfo("localhost", 1), lambda: socket.socket().connect(address))
         with off_the_network("x"):
             for reach in reaching:
                 with pytest.raises(OfflineError):
                     reach()
-            thread = threading.Thread(target=connect, name="another")
-            thread.start()
-            thread.join()
+            another.submit(connect).result()
             with socket.socket(socket.AF_UNIX) as local, pytest.raises(FileNotFoundError):
                 local.connect(str(tmp_path / "x"))
             assert constants.HF_HUB_OFFLINE
         connect()
-        assert others == ["another", "MainThread"]
         told = r"MODEL: x names what is not on this machine.*--online"
         with pytest.raises(WherryError, match=told), off_the_network("x"):
             connect()

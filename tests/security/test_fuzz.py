@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tests.engine.harness import weights_of
 from tests.security import hostile
 from tests.security.kinds import Kind
 
@@ -25,10 +26,6 @@ KINDS = [{"$": "tensor", "value": "value:0:0"}, {"$": "array"}, {"$": "float", "
 VALUES = [*NUMBERS, *WORDS, *KINDS, *(value for values in hostile.BAD.values() for value in values)]
 # Of the run, and of no consequence here; or not to be believed at all.
 LEFT_ALONE = ("config", "format", "sha256")
-
-
-def weights_of(engine: Any) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
 
 
 @settings(max_examples=CASES, deadline=5000, suppress_health_check=list(HealthCheck), derandomize=CASES <= 1000)

@@ -1,7 +1,8 @@
-"""Selections, counts, words of job files and values of a store: each is refused in a line, or does no harm."""
+"""Refuse hostile selections, counts, words of job files and values of a store in a line; listen on few addresses."""
 
 import base64
 import hmac
+import json
 import os
 import pickle
 import re
@@ -12,6 +13,7 @@ from datetime import timedelta
 import psutil
 import pytest
 import yaml
+from tests.cli.programs import fleet, script
 from tests.security.hostile import Runs
 from torch.distributed import TCPStore
 from torch.distributed.elastic.rendezvous import (
@@ -91,12 +93,12 @@ def _in_a_shell(text):
 
 
 def _by_kubernetes(word):
-    """As Kubernetes reads a word of a command: $$ is a $, and $(NAME) a variable."""
+    """Replace what Kubernetes does in a word of a command: $$ by a $, and $(NAME) by a variable."""
     return re.sub(r"\$\$|\$\(([^)]*)\)", lambda found: "$" if found[0] == "$$" else f"<value of {found[1]}>", word)
 
 
-def _emitted(capsys, scheduler, *flags, script="train.py", words=WORDS):
-    assert main(["--emit", scheduler, *flags, script, *words]) == 0
+def _emitted(capsys, scheduler, *flags, words=("train.py", *WORDS)):
+    assert main(["--emit", scheduler, *flags, *words]) == 0
     return capsys.readouterr().out
 
 
@@ -113,7 +115,7 @@ def test_words_of_a_slurm_job_are_one_line_and_arrive_as_they_are(capsys, launch
 
 def test_a_word_of_a_kubernetes_job_arrives_as_it_is(capsys):
     for word in WORDS:
-        text = _emitted(capsys, "k8s", words=[word])
+        text = _emitted(capsys, "k8s", words=("train.py", word))
         assert [line for line in text.splitlines() if not line.isprintable()] == []
         trainer = yaml.safe_load(text)["spec"]["trainer"]
         assert [_by_kubernetes(each) for each in trainer["command"]] == ["torchrun", "train.py", word]
@@ -122,15 +124,15 @@ def test_a_word_of_a_kubernetes_job_arrives_as_it_is(capsys):
 
 
 def test_names_of_jobs_are_plain_and_words_are_text(capsys):
-    for script, name in (
+    for path, name in (
         ("a\n#SBATCH --wrap=reboot.py", "a-sbatch---wrap-reboot"),
         ('a"; image: evil.py', "a-image-evil"),
         ("x" * 62 + "-y.py", "x" * 62),
         ("-.py", "wherry"),
     ):
-        words = ["--", script] if script.startswith("-") else [script]
-        assert f"#SBATCH --job-name={name}\n" in _emitted(capsys, "slurm", script=words[0], words=words[1:])
-        job = yaml.safe_load(_emitted(capsys, "k8s", script=words[0], words=words[1:]))
+        words = ["--", path] if path.startswith("-") else [path]
+        assert f"#SBATCH --job-name={name}\n" in _emitted(capsys, "slurm", words=words)
+        job = yaml.safe_load(_emitted(capsys, "k8s", words=words))
         assert job["metadata"]["name"] == name
     for scheduler in ("slurm", "k8s", "sky"):
         with pytest.raises(WherryError, match=r"'a\\udcff' is not text in UTF-8"):
@@ -253,3 +255,66 @@ def test_a_value_that_is_no_address_of_the_ranks_is_refused():
         second = _meeting(first.bootstrap_store_info.master_port, rank=1, timeout=5)
         with pytest.raises(RendezvousStateError, match="expected an address and a port"):
             second.next_rendezvous()
+
+
+# Sockets and command lines of running ranks.
+
+# The second attempt trains, and each rank records the addresses on which it and its launcher listen.
+LISTENS = """
+import json, psutil, torch, wherry
+config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+engine, *_ = wherry.initialize(model=torch.nn.Linear(4, 1), config=config)
+engine.backward(engine(torch.ones(2, 4)).sum())
+engine.step()
+if os.environ["TORCHELASTIC_RESTART_COUNT"] == "0":
+    sys.exit(1)
+mine = psutil.Process()
+seen = [
+    place.laddr.ip
+    for process in (mine, mine.parent())
+    for place in process.net_connections("inet")
+    if place.status == psutil.CONN_LISTEN
+]
+(HERE / f"{engine.global_rank}.seen").write_text(json.dumps(seen))
+torch.distributed.barrier()
+"""
+
+
+def test_a_job_of_one_machine_listens_on_the_loopback_alone(tmp_path, launched):
+    done = launched.launched("run", "--nproc", 2, "--max-restarts", 1, script(tmp_path, LISTENS))
+    assert done.returncode == 0, done.stderr
+    seen = [json.loads(path.read_text()) for path in tmp_path.glob("*.seen")]
+    # The store is the launcher's, and gloo's sockets are the ranks'.
+    assert [set(addresses) for addresses in seen] == [{"127.0.0.1"}] * 2
+
+
+PROCESSES = """
+import json
+lines = []
+for path in Path("/proc").glob("[0-9]*/cmdline"):
+    try:
+        lines.append(path.read_bytes())
+    except OSError:
+        pass
+assert any(b"wherry" in line for line in lines)
+shown = [name for name in ("hidden-setting", "hidden-secret") if any(name.encode() in line for line in lines)]
+told = [os.environ.get(name) for name in ("NCCL_TEST", "MY_TOKEN", "HF_TOKEN", "WHERRY_KEY")]
+print(json.dumps([shown, told]))
+"""
+
+
+def test_no_setting_stands_on_a_command_line_and_secrets_go_only_where_asked(tmp_path, launched):
+    setting = "hidden-setting\n'$(x)'"
+    # What stands in for ssh hands nothing of this environment on.
+    flags = fleet(tmp_path)
+    (tmp_path / "ssh").write_text('#!/bin/sh\nshift\nexec env -i PATH="$PATH" sh -c "$*"\n')
+    secrets = dict.fromkeys(("MY_TOKEN", "HF_TOKEN", "WHERRY_KEY"), "hidden-secret")
+    words = ("run", *flags, "--forward", "MY_TOKEN", script(tmp_path, PROCESSES))
+    done = launched.wherry(*words, cwd=tmp_path, NCCL_TEST=setting, **secrets)
+    assert done.returncode == 0, done.stdout + done.stderr
+    seen = json.dumps([[], [setting, "hidden-secret", None, None]])
+    assert sorted(done.stdout.splitlines()) == [f"[alpha] {seen}", f"[beta] {seen}"]
+    assert done.stderr.splitlines() == [
+        f"wherry: {name} stays on this machine; `--forward {name}` hands it to the others"
+        for name in ("HF_TOKEN", "WHERRY_KEY")
+    ]

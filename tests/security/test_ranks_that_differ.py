@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
-from functools import partial
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,6 @@ from torch import nn
 import wherry
 from wherry.errors import DivergenceError
 from wherry.parallel.comm import Comm
-from wherry.parallel.topology import Topology
 from wherry.sharding.replicas import checksum
 from wherry.testing import run_ranks
 from wherry.testing.late import Chaos, topology
@@ -94,61 +92,61 @@ ROWS: list[tuple[Callable[[Given], Any], Callable[[Given], Any], str]] = [
 ]
 
 
-def test_arguments_that_differ() -> None:
-    def body(comm: Comm, changes: list[Callable[[Given], Any]]) -> str:
-        mine = given(0 if changes[0] is PLANNED else 3)
-        changes[comm.rank](mine)
-        with pytest.raises(DivergenceError) as told:
-            wherry.initialize(mesh=comm, **mine)
-        return str(told.value)
+def initialized(mesh: Any, rank: int, changes: Sequence[Callable[[Given], Any]], stage: int) -> str:
+    """Initialize a rank with changed arguments; return the error, if the ranks are said to differ."""
+    mine = given(stage)
+    changes[rank](mine)
+    try:
+        wherry.initialize(mesh=mesh, **mine)[0].close()
+    except DivergenceError as error:
+        return str(error)
+    return "none"
 
+
+def test_arguments_that_differ() -> None:
     for *changes, words in ROWS:
-        said = run_ranks(2, partial(body, changes=changes), timeout=20)
+        stage = 0 if changes[0] is PLANNED else 3
+        said = run_ranks(2, lambda comm: initialized(comm, comm.rank, changes, stage), timeout=20)  # noqa: B023
         assert len(set(said)) == 1, said
         assert said[0].startswith("initialize: the ranks differ: ") and words in said[0], (words, said)
         assert "give every rank the same" in said[0]
 
 
 def test_stages_of_a_pipeline_may_differ_and_the_ranks_of_one_may_not() -> None:
-    def body(place: Topology, wrong: str) -> str:
-        mine = given(stage=1)
-        if place.pipe.rank:
+    def last(lr: float = 0.001, **blocks: Any) -> Callable[[Given], None]:
+        def change(mine: Given) -> None:
             mine["model"] = nn.Linear(6, 4)
-        lr = 0.5 if wrong == "lr" and place.global_rank == 3 else 0.001
-        mine["optimizer"] = torch.optim.AdamW(mine["model"].parameters(), lr=lr)
-        if wrong == "config" and place.pipe.rank:
-            mine["config"]["gradient_clipping"] = 0.5
-        try:
-            wherry.initialize(mesh=place, **mine)[0].close()
-        except DivergenceError as error:
-            return str(error)
-        return "none"
+            optimizer(torch.optim.AdamW, lr=lr)(mine)
+            config(**blocks)(mine)
 
-    for wrong, words in (
-        ("", "none"),
-        ("lr", "param_groups[0].lr is 0.001 on rank 2 and 0.5 on rank 3;"),
-        ("config", "gradient_clipping is 1.0 on rank 0 and 0.5 on rank 2;"),
+        return change
+
+    clipped = last(gradient_clipping=0.5)
+    for changes, words in (
+        ((last(), last()), "none"),
+        ((last(), last(lr=0.5)), "param_groups[0].lr is 0.001 on rank 2 and 0.5 on rank 3;"),
+        ((clipped, clipped), "gradient_clipping is 1.0 on rank 0 and 0.5 on rank 2;"),
     ):
-        said = run_grid(lambda place, wrong=wrong: body(place, wrong), data=2, pipe=2)
+        by_rank = (config(), config(), *changes)
+        said = run_grid(lambda place: initialized(place, place.global_rank, by_rank, 1), data=2, pipe=2)  # noqa: B023
         assert len(set(said)) == 1 and words in said[0], said
 
 
 def test_arguments_that_may_differ(tmp_path: Path) -> None:
     """Logs and their places, the tuning of disks, and timeouts."""
 
-    def body(comm: Comm) -> None:
-        mine = given(stage=3)
-        (folder := tmp_path / str(comm.rank)).mkdir()
-        mine["config"] |= {
-            "steps_per_print": 1 + comm.rank,
-            "csv_monitor": {"enabled": comm.rank == 0, "output_path": str(tmp_path / "csv")},
-            "aio": {"queue_depth": 4 << comm.rank},
-            "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}},
-            "wherry": {"timeout_s": 50 + comm.rank, "run_dir": str(tmp_path / f"run{comm.rank}")},
-        }
-        wherry.initialize(mesh=comm, **mine)[0].close()
+    def own(rank: int) -> Callable[[Given], None]:
+        (folder := tmp_path / str(rank)).mkdir()
+        return config(
+            steps_per_print=1 + rank,
+            csv_monitor={"enabled": rank == 0, "output_path": str(tmp_path / "csv")},
+            aio={"queue_depth": 4 << rank},
+            zero_optimization={"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(folder)}},
+            wherry={"timeout_s": 50 + rank, "run_dir": str(tmp_path / f"run{rank}")},
+        )
 
-    run_ranks(2, body)
+    changes = own(0), own(1)
+    assert run_ranks(2, lambda comm: initialized(comm, comm.rank, changes, 3)) == ["none", "none"]
 
 
 # Weights of the same model that ranks hold.

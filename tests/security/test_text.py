@@ -1,4 +1,4 @@
-"""What a file says reaches a terminal escaped, in a line of its own length, whichever way it gets there."""
+"""Text of files reaches a terminal escaped and cut to a length, by errors, logs, tables and commands."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from tests.security.hostile import changed
-from tests.security.kinds import GPT2, Kind
+from tests.security.kinds import Kind, write_model
 
 from wherry.cli import main
 from wherry.errors import PeerError, WherryError, one_line, printable
@@ -84,10 +84,8 @@ def in_config(folder: Path, config: Any) -> list[str]:
     return ["config", "check", str(folder / "config.json")]
 
 
-def of_model(folder: Path, name: str, **values: Any) -> list[str]:
-    (folder / name).mkdir()
-    (folder / name / "config.json").write_text(json.dumps(GPT2 | values))
-    return ["plan", str(folder / name), "--machine", "a100"]
+def of_model(folder: Path, **values: Any) -> list[str]:
+    return ["plan", write_model(folder, **values), "--machine", "a100"]
 
 
 GIVEN_TWICE = {"zero_optimization.stage": f"a{EVIL}", "zero_optimization": {"stage": 2}}
@@ -97,9 +95,9 @@ COMMANDS: dict[str, tuple[Callable[[Path], list[str]], int]] = {
     "wrong assignment": (lambda folder: [*in_config(folder, {}), "--set", f"a{EVIL}"], 2),
     "key that is noted": (lambda folder: in_config(folder, GIVEN_TWICE), 0),
     "folder of a config": (lambda folder: ["plan", str(folder / f"a{EVIL}"), "--machine", "a100"], 2),
-    "kind of model": (lambda folder: of_model(folder, "model", model_type=f"a{EVIL}"), 2),
+    "kind of model": (lambda folder: of_model(folder, model_type=f"a{EVIL}"), 2),
     "path of a checkpoint": (lambda folder: ["inspect", str(folder / f"a{EVIL}")], 2),
-    "name of a model": (lambda folder: [*of_model(folder, NAME), "--html", str(folder / "page.html")], 0),
+    "name of a model": (lambda folder: [*of_model(folder / NAME), "--html", str(folder / "page.html")], 0),
 }
 LONG = {"name of a model"}  # which is planned
 

@@ -1,7 +1,7 @@
 """Programs that attack training as its users' machines do. They are run by hand: they take minutes, and draw instants.
 
     PYTHONPATH=. .venv/bin/python -m tests.security.by_hand.kills --times 200
-    PYTHONPATH=. .venv/bin/python -m tests.security.by_hand.interrupts --times 100
+    PYTHONPATH=. .venv/bin/python -m tests.security.by_hand.interrupts --times 1000
     PYTHONPATH=. .venv/bin/python -m tests.security.by_hand.faults --times 50
 
 Each prints a line for every setting and a block for everything that went wrong, and exits with 1 if anything did. They
@@ -13,15 +13,14 @@ from __future__ import annotations
 import argparse
 import contextlib
 import copy
+import faulthandler
 import functools
 import hashlib
-import itertools
 import multiprocessing
 import os
-import sys
 import tempfile
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -30,21 +29,40 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch
 import torch._dynamo  # torch would import it with the first optimizer, in every fork
-from tests.engine.harness import adamw, engine_of, make_model, settings, token_batch, weights_of
+from tests.checkpoint.harness import state_of
+from tests.engine.harness import adamw, engine_of, make_model, settings, train
 
 import wherry
 import wherry.checkpoint.load
 import wherry.checkpoint.save
-from wherry.errors import WherryError
 
-KINDS = ("master", "exp_avg", "exp_avg_sq")
+# Seconds after which a process hangs: it prints its stacks and ends with status 1.
+HANGS = 120.0
 
 
-def zero(optimizer: str = "none", parameters: str = "none", policy: str = "auto", **more: Any) -> dict[str, Any]:
-    """A config with states that rest on these devices, and this update policy."""
+def zero(
+    optimizer: str = "none", parameters: str = "none", policy: str = "auto", behind: bool = False, **more: Any
+) -> dict[str, Any]:
+    """A config with states that rest on these devices, this update policy, and saves behind training or not."""
     rests = {"offload_optimizer": {"device": optimizer}, "offload_param": {"device": parameters}}
     blocks = {name: block for name, block in rests.items() if block["device"] != "none"}
-    return {"zero_optimization": blocks, "wherry": {"update_policy": policy, **more}}
+    saves = {"keep_last": 2, "async_save": behind}
+    return {"zero_optimization": blocks, "wherry": {"update_policy": policy, "checkpoint": saves, **more}}
+
+
+# Stage, micro-batches of a step, and the rest of the config.
+PLACEMENTS: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "device": (0, 1, zero()),
+    "async-device": (0, 1, zero(behind=True)),
+    "host-delayed": (0, 1, zero("cpu", policy="delayed", delayed_update_warmup=1)),
+    "disk-before-use": (2, 1, zero("nvme", policy="before_use")),
+    "disk-delayed": (2, 1, zero("nvme", policy="delayed", delayed_update_warmup=1)),
+    "stage3": (3, 1, zero()),
+    "infinity": (3, 1, zero("nvme", "nvme")),
+    "accumulation-in-backward": (3, 2, zero("cpu", policy="in_backward")),
+    "fp16-host": (3, 2, zero("cpu") | {"fp16": {"enabled": True, "initial_scale_power": 8}}),
+    "async-infinity": (3, 1, zero("nvme", "nvme", behind=True)),
+}
 
 
 @functools.cache
@@ -62,24 +80,28 @@ def build(stage: int, accumulation: int, more: dict[str, Any], disk: Path, mesh:
     return engine_of(copy.deepcopy(source()), settings(stage, accumulation, more=more), mesh, adamw)
 
 
-def train(engine: Any, rank: int = 0) -> None:
-    """Train one step on the batches of its number."""
-    step = engine.global_steps
-    for micro in range(engine.gradient_accumulation_steps()):
-        engine.backward(engine(*token_batch(step, micro, rank)))
-        engine.step()
+def advance(engine: Any, step: int) -> None:
+    """Train up to a step, each step on the batches of its number."""
+    train(engine, step, engine.global_steps)
 
 
 def digest(engine: Any) -> str:
     """Digest all weights, masters, moments and counts; every rank calls it."""
-    found = weights_of(engine)
-    for name, kind in itertools.product(list(found), KINDS):
-        with contextlib.suppress(WherryError):  # in fp32 there is no master
-            found[f"{name}:{kind}"] = engine.states.full(name, kind)
     whole = hashlib.sha256(repr((engine.global_steps, engine.loss_scale)).encode())
-    for name in found:
-        whole.update(found[name].contiguous().view(torch.uint8).numpy().tobytes())
+    for _, state in sorted(state_of(engine).items()):
+        whole.update(state.contiguous().view(torch.uint8).numpy().tobytes())
     return whole.hexdigest()[:16]
+
+
+def undisturbed(make: Callable[[], Any], steps: int, every: int = 1) -> dict[int, str]:
+    """Digest the states of a training at its begin and after `every` steps: the oracle."""
+    engine = make()
+    found = {}
+    for step in range(0, steps + 1, every):
+        advance(engine, step)
+        found[step] = digest(engine)
+    engine.close()
+    return found
 
 
 def begin_process() -> None:
@@ -88,74 +110,71 @@ def begin_process() -> None:
 
 
 @contextlib.contextmanager
-def forked(body: Callable[..., Any], *arguments: Any) -> Iterator[tuple[Any, Connection]]:
-    """Run `body(*arguments, tell)` in a fork, which is killed afterwards; the process, and what it sends."""
+def forked(body: Callable[..., Any], *arguments: Any) -> Iterator[tuple[Any, Iterator[Any]]]:
+    """Run `body(*arguments, send)` in a fork, which is killed afterwards; give the process, and what it sends."""
     forks = multiprocessing.get_context("fork")
     hear, tell = forks.Pipe(duplex=False)
 
     def run() -> None:
         begin_process()
-        body(*arguments, tell)
+        faulthandler.dump_traceback_later(HANGS, exit=True)
+        body(*arguments, tell.send)
+
+    def messages() -> Iterator[Any]:
+        with contextlib.suppress(EOFError):
+            while True:
+                yield hear.recv()
 
     process = forks.Process(target=run)
     process.start()
     tell.close()
     with hear:
         try:
-            yield process, hear
+            yield process, messages()
         finally:
             process.kill()
             process.join()
 
 
 def in_fork(body: Callable[..., Any], *arguments: Any) -> Any:
-    """Return what `body` returns in a process of its own."""
-    with forked(lambda tell: tell.send(body(*arguments))) as (_, hear):
-        assert hear.poll(120), f"{body.__name__}{arguments} does not end"
-        return hear.recv()
+    """Return the result of `body` in a process of its own."""
+    with forked(lambda send: send(body(*arguments))) as (_, messages):
+        (result,) = messages
+        return result
 
 
-@contextlib.contextmanager
-def scratch() -> Iterator[Path]:
-    """A folder for all files of a program, temporary ones too."""
-    with tempfile.TemporaryDirectory(prefix="by-hand-") as name:
-        (Path(name) / "tmp").mkdir()
-        os.environ["TMPDIR"], tempfile.tempdir = f"{name}/tmp", None
-        yield Path(name)
-        del os.environ["TMPDIR"]
-        tempfile.tempdir = None
+# Kinds of what went wrong, and details of each time.
+Findings = dict[str, list[str]]
+# The setting, numbers of the trials, a seed, a folder: returns how often each end was met.
+Attack = Callable[[str, range, int, Path, Findings], Counter[str]]
 
 
-class Findings:
-    """What went wrong, printed once for each kind, and how often."""
-
-    def __init__(self) -> None:
-        self._found: dict[tuple[str, str], list[str]] = {}
-
-    def add(self, setting: str, kind: str, details: str = "") -> None:
-        self._found.setdefault((setting, kind), []).append(details)
-
-    def verdict(self, setting: str) -> str:
-        count = sum(len(details) for (where, _), details in self._found.items() if where == setting)
-        return f"{count} wrong" if count else "all well"
-
-    def tell(self) -> int:
-        """Print them; the status that the program exits with."""
-        for (setting, kind), details in self._found.items():
-            print(f"\nWRONG {setting}: {kind} ({len(details)} x)")
-            for text in list(dict.fromkeys(filter(None, details)))[:3]:
-                print("    " + text.rstrip().replace("\n", "\n    "))
-        print("\nnothing went wrong" if not self._found else f"\n{sum(map(len, self._found.values()))} went wrong")
-        sys.stdout.flush()
-        return int(bool(self._found))
-
-
-def parser(description: str, times: int, settings: list[str]) -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(description=description)
-    made.add_argument("--times", type=int, default=times, help="how often (default: %(default)s)")
-    made.add_argument("--first", type=int, default=0, help="the number of the first one (default: %(default)s)")
-    made.add_argument("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
-    made.add_argument(
+def run(description: str, times: int, settings: list[str], attack: Attack) -> int:
+    """Attack every setting and print what went wrong; return the status that the program exits with."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--times", type=int, default=times, help="how often, all settings together (%(default)s)")
+    parser.add_argument("--first", type=int, default=0, help="the number of the first one (default: %(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="of what is drawn (default: %(default)s)")
+    parser.add_argument(
         "--only", nargs="*", choices=settings, default=settings, metavar="SETTING", help=", ".join(settings)
     )
-    return made
+    options = parser.parse_args()
+    count = 0
+    with tempfile.TemporaryDirectory(prefix="by-hand-") as scratch:
+        os.environ["TMPDIR"] = tempfile.tempdir = scratch  # for temporary files of the processes
+        for index, name in enumerate(options.only):
+            numbers = range(options.first, options.first + options.times)[index :: len(options.only)]
+            if not numbers:
+                continue
+            (home := Path(scratch) / name).mkdir()
+            findings: Findings = defaultdict(list)
+            ends = attack(name, numbers, options.seed, home, findings)
+            told = ", ".join(f"{often} {end}" for end, often in ends.most_common())
+            print(f"{name:25} {len(numbers)} times: {told}; {sum(map(len, findings.values()))} wrong", flush=True)
+            for kind, details in findings.items():
+                print(f"\nWRONG {name}: {kind} ({len(details)} x)")
+                for text in list(dict.fromkeys(filter(None, details)))[:3]:
+                    print("    " + text.rstrip().replace("\n", "\n    "), flush=True)
+            count += sum(map(len, findings.values()))
+    print(f"\n{count or 'nothing'} went wrong")
+    return int(count > 0)

@@ -1,18 +1,25 @@
-"""Every call after an exception or Ctrl-C in a step says what has been updated, until that is answered."""
+"""Calls of an engine after one that was cut short, and by a second thread during one.
+
+Every call after an exception or Ctrl-C in a step says what has been updated, until that is answered. A second thread is
+refused, and changes nothing.
+"""
 
 from __future__ import annotations
 
 import copy
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from tests.engine.harness import assert_same, engine_of, make_model, settings, token_batch, train_step, weights_of
 from tests.guard.counts import SilentComm
+from torch import nn
 
 from wherry.errors import PeerError, WherryError
 from wherry.parallel.comm import Comm
@@ -33,31 +40,46 @@ def every_flat_alone(small_sizes: Any) -> None:
     small_sizes(bucket=1)
 
 
+def loss_with(engine: Any, hook: Callable[..., None], block: int = 1) -> torch.Tensor:
+    """A loss whose backward calls a hook before the gradients of a block's predecessors."""
+    handle = engine.module.blocks[block].register_forward_pre_hook(lambda _, args: args[0].register_hook(hook) and None)
+    loss = engine(*token_batch(1, 0, engine.global_rank))
+    handle.remove()
+    return loss
+
+
 def abort(engine: Any, how: str) -> None:
     """Raise an error in the backward of the first block, whose successors have their gradients."""
 
     def stumble(grad: torch.Tensor) -> None:
         raise Stumbled
 
-    handle = engine.module.blocks[0].register_forward_pre_hook(lambda _, args: args[0].register_hook(stumble) and None)
-    loss = engine(*token_batch(1, 0, engine.global_rank))
-    handle.remove()
+    loss = loss_with(engine, stumble, block=0)
     with pytest.raises(Stumbled):
         engine.backward(loss) if how == "engine.backward" else loss.backward()
 
 
-CALLS: dict[str, Callable[[Any, Path], object]] = {
-    "forward": lambda engine, folder: engine(*token_batch(2, 0, 0)),
-    "model": lambda engine, folder: dict.get(vars(engine), "_modules")["module"](*token_batch(2, 0, 0)),
-    "backward": lambda engine, folder: engine.backward(torch.ones((), requires_grad=True) * 2),
-    "step": lambda engine, folder: engine.step(),
-    "optimizer.step": lambda engine, folder: engine.optimizer.step(),
-    "zero_grad": lambda engine, folder: engine.zero_grad(),
-    "train_batch": lambda engine, folder: engine.train_batch(iter([token_batch(2, 0, 0)])),
-    "save_checkpoint": lambda engine, folder: engine.save_checkpoint(folder / "c"),
-    "save_16bit_model": lambda engine, folder: engine.save_16bit_model(folder / "m"),
-    "settle": lambda engine, folder: engine.settle(),
-    "states": lambda engine, folder: engine.states,
+class Program(NamedTuple):
+    """A program's objects, which it has from before an engine refuses its calls."""
+
+    engine: Any
+    model: nn.Module
+    loss: torch.Tensor
+    folder: Path
+
+
+CALLS: dict[str, Callable[[Program], object]] = {
+    "forward": lambda mine: mine.engine(*token_batch(5, 0, 0)),
+    "model": lambda mine: mine.model(*token_batch(5, 0, 0)),
+    "backward": lambda mine: mine.engine.backward(mine.loss),
+    "step": lambda mine: mine.engine.step(),
+    "optimizer.step": lambda mine: mine.engine.optimizer.step(),
+    "zero_grad": lambda mine: mine.engine.zero_grad(),
+    "train_batch": lambda mine: mine.engine.train_batch(iter([token_batch(5, 0, 0)])),
+    "save_checkpoint": lambda mine: mine.engine.save_checkpoint(mine.folder / "c"),
+    "save_16bit_model": lambda mine: mine.engine.save_16bit_model(mine.folder / "m"),
+    "settle": lambda mine: mine.engine.settle(),
+    "states": lambda mine: mine.engine.states,
 }
 TOLD = r"updated 3 of 4 parts .*\(blocks\.0, blocks\.1, blocks\.2\)\. .*load_checkpoint.*accept_partial_update"
 
@@ -67,6 +89,7 @@ def test_every_call_after_a_partial_update_says_so(how: str, tmp_path: Path) -> 
     """Until a checkpoint is loaded, as if nothing had happened, or the update is accepted."""
     (folder := tmp_path / "nothing").mkdir()
     engine = engine_of(make_model(), settings(0, more=IN_BACKWARD))
+    mine = Program(engine, engine.module, torch.ones((), requires_grad=True) * 2, folder)
     train_step(engine, 0, 0)
     engine.save_checkpoint(tmp_path)
     train_step(engine, 1, 0)
@@ -75,7 +98,7 @@ def test_every_call_after_a_partial_update_says_so(how: str, tmp_path: Path) -> 
     abort(engine, how)
     for name, call in [*CALLS.items(), *CALLS.items()]:
         with pytest.raises(WherryError, match=TOLD):
-            call(engine, folder)
+            call(mine)
         assert not list(folder.iterdir()) and engine.global_steps == 1, name
     engine.load_checkpoint(tmp_path)
     train_step(engine, 1, 0)
@@ -84,12 +107,6 @@ def test_every_call_after_a_partial_update_says_so(how: str, tmp_path: Path) -> 
     assert sorted(engine.accept_partial_update()) == ["blocks.0", "blocks.1", "blocks.2"]
     assert engine.accept_partial_update() == []
     train_step(engine, 2, 0)
-    # Gradients that are dropped on purpose are answered alike.
-    engine.backward(engine(*token_batch(0, 0, 0)))
-    with pytest.raises(WherryError, match=r"zero_grad: .* updated \d+ parts .* already .*accept_partial_update"):
-        engine.zero_grad()
-    engine.accept_partial_update()
-    train_step(engine, 1, 0)
     engine.close()
 
 
@@ -137,6 +154,7 @@ def test_ctrl_c_in_a_step_leaves_a_reason_behind(
     own = {"wherry": {"update_policy": policy, "delayed_update_warmup": 1}}
     offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
     engine = engine_of(make_model(), settings(2, more=own | offload), SilentComm(0, 2))
+    mine = Program(engine, engine.module, torch.ones((), requires_grad=True) * 2, tmp_path)
     train_step(engine, 0, 0)
     engine.backward(engine(*token_batch(1, 0, 0)))
     real = getattr(where, method)
@@ -150,7 +168,7 @@ def test_ctrl_c_in_a_step_leaves_a_reason_behind(
         engine.step()
     for call in ("forward", "step", "zero_grad", "save_checkpoint", "train_batch", "settle"):
         with pytest.raises(WherryError, match="an update has failed before: KeyboardInterrupt left it unfinished"):
-            CALLS[call](engine, tmp_path)
+            CALLS[call](mine)
     with pytest.raises(WherryError, match="KeyboardInterrupt"):
         engine.accept_partial_update()
     assert not list(tmp_path.iterdir())
@@ -184,3 +202,105 @@ def test_the_other_rank_is_told_that_it_was_ctrl_c(tmp_path: Path, forks: Any) -
     assert done.returncode == 130
     assert done.stdout.startswith("PeerError rank 1 has failed, while rank 0 waited for "), done.stdout
     assert done.stdout.endswith(": KeyboardInterrupt\n"), done.stdout
+
+
+# Two threads.
+
+Call = Callable[[], object]
+
+
+class Stop:
+    """A hook in which the first thread waits, inside of a call, until the second has made its own."""
+
+    def __init__(self) -> None:
+        self.here, self.goes_on = threading.Event(), threading.Event()
+
+    def __call__(self, *_: Any) -> None:
+        if threading.current_thread().name == "first_0" and not self.here.is_set():
+            self.here.set()
+            assert self.goes_on.wait(50)
+
+
+def in_forward(engine: Any, stop: Stop, forward: Any) -> Call:
+    engine.module.blocks[1].register_forward_pre_hook(stop)
+    return lambda: engine.backward(forward(*token_batch(1, 0, 0)))
+
+
+def in_step(engine: Any, step: Call) -> Call:
+    """Run a step, in which the test's `Updater.step` stops."""
+    engine.backward(engine(*token_batch(1, 0, 0)))
+    return step
+
+
+FIRST: dict[str, Callable[[Any, Stop], Call]] = {
+    "forward": lambda engine, stop: in_forward(engine, stop, engine),
+    "model": lambda engine, stop: in_forward(engine, stop, engine.module),
+    "backward": lambda engine, stop: partial(engine.backward, loss_with(engine, stop)),
+    "own backward": lambda engine, stop: loss_with(engine, stop).backward,
+    "step": lambda engine, stop: in_step(engine, engine.step),
+    "optimizer.step": lambda engine, stop: in_step(engine, engine.optimizer.step),
+}
+SECOND = CALLS | {"own backward": lambda mine: mine.loss.backward()}
+OF_EACH = 2 * len(SECOND) // len(FIRST)
+
+
+@pytest.mark.parametrize(("number", "first"), list(enumerate(FIRST)))
+def test_a_second_thread_is_refused_wherever_the_first_is(
+    number: int, first: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first ends its step to the bit as if it was the only one; afterwards the second goes on."""
+    stop, real = Stop(), Updater.step
+
+    def step(*args: Any, **more: Any) -> None:
+        stop()
+        real(*args, **more)
+
+    def end(run: Callable[[Any], None]) -> dict[str, torch.Tensor]:
+        engine = engine_of(make_model(), settings((0, 1, 2, 3, 3, 0)[number]), SilentComm(0, 2))
+        train_step(engine, 0, 0)
+        run(engine)
+        if "step" not in first:
+            engine.step()
+        train_step(engine, 2, 0)
+        assert engine.global_steps == 3 and not list(tmp_path.iterdir())
+        found = weights_of(engine)
+        engine.close()
+        return found
+
+    def disturbed(engine: Any) -> None:
+        mine = Program(engine, engine.module, engine(*token_batch(1, 0, 0)), tmp_path)
+        told = "thread MainThread has come to this engine while thread first_0 is inside"
+        with ThreadPoolExecutor(1, "first") as thread:
+            call = thread.submit(FIRST[first](engine, stop))
+            assert stop.here.wait(50)
+            for name in (list(SECOND) * 2)[OF_EACH * number :][:OF_EACH]:
+                with pytest.raises(WherryError, match=told):
+                    SECOND[name](mine)
+            stop.goes_on.set()
+            call.result()
+
+    monkeypatch.setattr(Updater, "step", step)
+    assert_same(end(disturbed), end(lambda engine: FIRST[first](engine, stop)()))
+
+
+def test_a_thread_that_has_failed_is_not_inside_any_more() -> None:
+    """The next call clears its gathers and its window, like those of the same thread."""
+
+    def stumble(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    def fail(call: Call) -> None:
+        with ThreadPoolExecutor(1) as thread:
+            assert type(thread.submit(call).exception()) is KeyboardInterrupt
+
+    engine = engine_of(make_model(), settings(3), SilentComm(0, 2))
+    for number, forward in enumerate((engine, engine.module)):
+        handle = engine.module.blocks[1].register_forward_pre_hook(stumble)
+        fail(partial(forward, *token_batch(0, 0, 0)))
+        handle.remove()
+        train_step(engine, 1, 0)
+        assert engine.global_steps == number + 1
+    fail(loss_with(engine, stumble).backward)
+    train_step(engine, 1, 0)
+    assert engine.global_steps == 3
+    engine.close()

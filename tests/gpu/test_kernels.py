@@ -1,0 +1,41 @@
+"""Updates on a GPU, in torch and by the Triton kernel, give the bits of the host's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from tests.gpu.warm import DEVICE
+from tests.native.cases import assert_updates_as_the_host
+
+from wherry import native
+from wherry.native import fallback
+from wherry.native.on_device import update_on_device
+
+# tests/accelerator/test_streamed.py has that of the emulated device.
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(DEVICE is None or DEVICE.type != "cuda", reason="needs a CUDA device"),
+]
+
+
+def test_in_torch() -> None:
+    def update(segments: Sequence[native.Segment], formulas: Sequence[native.Formula], multiplier: float) -> None:
+        for segment, formula in zip(segments, formulas, strict=True):
+            fallback.update([segment], formula, multiplier, None)
+
+    assert_updates_as_the_host(update, "cuda")
+
+
+def test_by_triton_where_states_are_not_in_8_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton", reason="triton comes with a torch for GPUs, or with `pip install triton`")
+    in_torch = fallback.update
+
+    def of_8_bits(segments: Sequence[native.Segment], *how: Any) -> None:
+        in_8_bits = [isinstance(state, native.Blocks8) for segment in segments for state in segment.state]
+        assert segments[0].grad.device.type == "cpu" or any(in_8_bits), "Triton was to update it"
+        in_torch(segments, *how)
+
+    monkeypatch.setattr(fallback, "update", of_8_bits)
+    assert_updates_as_the_host(update_on_device, "cuda")
