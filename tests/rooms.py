@@ -18,10 +18,11 @@ ALWAYS = ("tests/test_lives.py", "tests/structure")
 # A room is a folder or a module directly under src/wherry; one that is not named here has the tests of the engine.
 TESTS: dict[str, tuple[str, ...]] = {
     "activations": ("activations",),
-    "checkpoint": ("checkpoint", "engine/test_optimizer_state.py"),
+    "checkpoint": ("checkpoint", "engine/test_optimizers.py"),
     "cli": ("cli",),
     "compat": ("compat",),
     "config": ("config",),
+    "dataloader": ("engine", "checkpoint/test_data.py"),
     "finetune": ("finetune",),
     "forecast": ("plan",),
     "integrations": ("integrations", "finetune"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gzip
 import itertools
 import json
@@ -429,7 +430,10 @@ def test_what_was_made_is_found_again(
     assert load(path, chat).train[:] == first and not rendered
     load(path, plain)
     load(path, chat, sequence=2)
-    assert len(rendered) == 6 and len(list((rows_cache / "wherry").glob("*.arrow"))) == 3
+    other = copy.deepcopy(chat)
+    other.eos_token = "<|endoftext|>"
+    load(path, other)
+    assert len(rendered) == 9 and len(list((rows_cache / "wherry").glob("*.arrow"))) == 4
 
 
 # What is told of an example.

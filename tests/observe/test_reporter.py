@@ -57,15 +57,15 @@ def test_operations_are_counted_in_the_step_that_is_named(tmp_path):
     width, rows = 64, 8
     model = torch.nn.Sequential(torch.nn.Linear(width, width, bias=False), torch.nn.Linear(width, width, bias=False))
     block = {"enabled": True, "profile_step": 2, "output_file": str(tmp_path / "operations")}
-    config = settings(2, more={"flops_profiler": block})
+    config = settings(2, more={"flops_profiler": block, "gradient_accumulation_steps": 2})
     engine = engine_of(model, config)
-    for step in range(3):
-        assert engine.flops is None or step == 2
+    for micro_batch in range(6):
+        assert engine.flops is None or micro_batch >= 4
         engine.backward(engine(torch.ones(rows, width)).sum())
         engine.step()
     forward = 2 * 2 * rows * width * width
-    # The first layer's input needs no gradient.
-    assert engine.flops == forward + 3 * 2 * rows * width * width
+    # Of both micro-batches; the first layer's input needs no gradient.
+    assert engine.flops == 2 * (forward + 3 * 2 * rows * width * width)
     text = (tmp_path / "operations").read_text()
     assert "operations of step 2" in text and "forward" in text and "backward" in text
     engine.close()

@@ -105,6 +105,8 @@ def test_groups_choose_and_are_cut_in_two() -> None:
     assert (second["betas"], second["own"], "momentum" in second) == ((0.5, 0.5), 1, False)
     assert (first["eps"], second["eps"], third["eps"]) == (1e-7, 1e-8, 1e-4)
     assert Muon([{"params": one, "use_muon": True}]).param_groups[0]["params"] == [one]
+    (still,) = Muon([vector], lr=0.1, adamw_lr=0.0, adamw_weight_decay=0.0).param_groups
+    assert (still["lr"], still["weight_decay"]) == (0.0, 0.0)
 
 
 class Untied(nn.Module):
