@@ -1,76 +1,23 @@
-"""A small model, its plain-PyTorch oracle, and the same training through the engine on ranks that are threads."""
+"""Training by plain PyTorch, the oracle, and the same through the engine on ranks that are threads."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any
 
-import pytest
 import torch
+from tests.engine.compare import Run, assert_close, assert_equal, assert_near, assert_same  # noqa: F401
+from tests.engine.tiny import LENGTH, VOCABULARY, WIDTH, TinyLM, adamw, make_model, token_batch  # noqa: F401
 from torch import nn
-from torch.nn import functional as F
 
 import wherry
 from wherry.parallel.comm import Comm
 from wherry.testing import run_ranks
 
-VOCABULARY, WIDTH, LENGTH = 29, 16, 6
-
-
-class Block(nn.Module):
-    def __init__(self, width: int) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        self.mix = nn.Linear(width, width)
-        self.up = nn.Linear(width, 2 * width)
-        self.down = nn.Linear(2 * width, width)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        h = self.norm(x)
-        x = x + torch.tanh(self.mix(h.cumsum(1) / 3))
-        return x + self.down(F.gelu(self.up(x)))
-
-
-class TinyLM(nn.Module):
-    """Embedding, blocks, and a head tied to the embedding."""
-
-    def __init__(self, blocks: int = 3, width: int = WIDTH) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCABULARY, width)
-        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, VOCABULARY, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        x = self.embed(ids)
-        for block in self.blocks:
-            x = block(x)
-        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
-
-
-def make_model(cls: Callable[[], nn.Module] = TinyLM, seed: int = 0) -> nn.Module:
-    # The generator is the process's, and ranks are threads: models are built by one thread, and copied.
-    with torch.random.fork_rng():
-        torch.manual_seed(seed)
-        return cls()
-
-
-def token_batch(step: int, micro: int, rank: int, size: int = 2) -> tuple[torch.Tensor, ...]:
-    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
-    ids = torch.randint(0, VOCABULARY, (size, LENGTH + 1), generator=generator)
-    return ids[:, :-1], ids[:, 1:]
-
-
-# Positional or named inputs of a step, micro-batch and rank.
+# Positional or named inputs of a step, micro-batch and rank, or a function that computes the model's loss.
 Batch = Callable[[int, int, int], Any]
 MakeOptimizer = Callable[[Any], torch.optim.Optimizer]
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1)
 
 
 def engine_of(
@@ -92,13 +39,17 @@ def on_ranks(
     optimizer: MakeOptimizer | None = adamw,
     config: dict[str, Any] | None = None,
     place: Callable[[Comm], Any] = lambda comm: comm,
+    schedule: Any = None,
 ) -> list[Any]:
-    """Build one engine per rank, each of a copy of the model; return the results of `use(engine)` by rank."""
+    """Build one engine per rank, each of a copy of the model; return the results of `use(engine)` by rank.
+
+    `place` gives a rank's mesh.
+    """
     source = make_model() if model is None else model
 
     def body(comm: Comm) -> Any:
         full = settings(stage, accumulation, clip, copy.deepcopy(config))
-        engine = engine_of(copy.deepcopy(source), full, place(comm), optimizer)
+        engine = engine_of(copy.deepcopy(source), full, place(comm), optimizer, lr_scheduler=schedule)
         result = use(engine)
         engine.close()
         return result
@@ -135,12 +86,10 @@ def masters_of(engine: Any) -> dict[str, torch.Tensor]:
     return {name: engine.states.full(name, "master") for name, _ in engine.module.named_parameters()}
 
 
-@dataclass
-class Run:
-    losses: list[float] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    weights: dict[str, torch.Tensor] = field(default_factory=dict)
-    extra: Any = None
+def state_of(model: nn.Module, stage: int = 3, mesh: Any = None, **more: Any) -> dict[str, torch.Tensor]:
+    """Copy the values of a model from a new engine of it."""
+    with wherry.initialize(model=model, config=settings(stage, more=more), mesh=mesh)[0] as engine:
+        return {name: value.clone() for name, value in engine.module.state_dict().items()}
 
 
 def train_plain(
@@ -214,7 +163,9 @@ def train_masters(
 
 
 def _forward(model: Any, batch: Any) -> torch.Tensor:
-    """Return the loss of a batch of positional or of named inputs."""
+    """Return the loss of a batch: of positional inputs, of named ones, or by a function of the model."""
+    if callable(batch):
+        return batch(model)
     return model(**batch).loss if isinstance(batch, dict) else model(*batch)
 
 
@@ -223,31 +174,24 @@ def train_engine(
     *,
     stage: int,
     ranks: int = 1,
-    accumulation: int = 1,
     steps: int = 20,
-    clip: float = 0.0,
-    optimizer: MakeOptimizer | None = adamw,
     batch: Batch = token_batch,
-    config: dict[str, Any] | None = None,
-    place: Callable[[Comm], Any] = lambda comm: comm,
     before_step: Callable[[Any, int], None] | None = None,
     each_step: Callable[[Any, int], None] | None = None,
     finish: Callable[[Any], Any] | None = None,
     plain_backward: bool = False,
     by_window: bool = False,
-    schedule: Any = None,
+    **how: Any,
 ) -> Run:
     """Train the same through the engine; return rank 0's run, with losses averaged over ranks.
 
-    `place` gives a rank's mesh. `before_step(engine, step)` and `each_step` are called around a step; `extra` of the
-    run is the result of `finish(engine)`, or without it the results of `each_step`. With `by_window`, a step is one
-    call of `engine.train_batch`.
+    `before_step(engine, step)` and `each_step` are called around a step; `extra` of the run is the result of
+    `finish(engine)`, or without it the results of `each_step`. With `by_window`, a step is one call of
+    `engine.train_batch`. `how` goes to `on_ranks`.
     """
 
-    def body(comm: Comm) -> Run:
-        run, results = Run(), []
-        wanted = settings(stage, accumulation, clip, config)
-        engine = engine_of(copy.deepcopy(model), wanted, place(comm), optimizer, lr_scheduler=schedule)
+    def use(engine: Any) -> Run:
+        run, results, comm = Run(), [], engine.comm
         for step in range(steps):
             total = 0.0
             if before_step is not None:
@@ -273,10 +217,9 @@ def train_engine(
         engine.settle()  # with delayed updates, apply the last one
         run.weights = weights_of(engine)
         run.extra = finish(engine) if finish is not None else results
-        engine.close()
         return run
 
-    return run_ranks(ranks, body)[0]
+    return on_ranks(use, ranks=ranks, stage=stage, model=model, **how)[0]
 
 
 def settings(
@@ -317,33 +260,3 @@ class PeakGathered:
     def take(self) -> int:
         highest, self.highest = self.highest, 0
         return highest
-
-
-def assert_close(one: Run, other: Run, tolerance: float = 1e-5) -> None:
-    for name in ("losses", "norms"):
-        ours, theirs = torch.tensor(getattr(one, name)), torch.tensor(getattr(other, name))
-        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=0, msg=lambda m, name=name: f"{name}: {m}")
-    assert_near(one.weights, other.weights, tolerance)
-
-
-def assert_equal(one: Run, other: Run) -> None:
-    """Compare bits; of norms the value, as the order of their float64 sum follows the shards."""
-    assert one.losses == other.losses
-    assert one.norms == pytest.approx(other.norms, rel=1e-13, nan_ok=True)
-    for name, weight in other.weights.items():
-        assert torch.equal(one.weights[name], weight), name
-
-
-def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    """Compare the bits of two state_dicts."""
-    assert one.keys() == other.keys()
-    for name, value in one.items():
-        assert torch.equal(value, other[name]), name
-
-
-def assert_near(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
-    """Compare the tensors that `other` has."""
-    for name, value in other.items():
-        torch.testing.assert_close(
-            one[name], value, rtol=0, atol=tolerance, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
-        )

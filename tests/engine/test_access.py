@@ -1,4 +1,4 @@
-"""Weights from outside: shapes, gathered, state_dict, gradients by name."""
+"""Weights from outside: shapes, gathered, generation, state_dict, gradients by name."""
 
 from __future__ import annotations
 
@@ -7,22 +7,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
-from tests.engine.harness import (
-    WIDTH,
-    TinyLM,
-    assert_same,
-    engine_of,
-    make_model,
-    masters_of,
-    on_ranks,
-    settings,
-    token_batch,
-    train,
-    train_plain,
-    train_step,
-)
+from tests.engine.compare import assert_same
+from tests.engine.harness import engine_of, gathered, masters_of, on_ranks, settings, train, train_plain, train_step
+from tests.engine.tiny import WIDTH, TinyLM, make_model, token_batch
+from tests.tiers.rows import ROWS, zero_block
+from torch.utils import dlpack
 
 import wherry
 from wherry.errors import DivergenceError, PeerError, WherryError
@@ -72,66 +64,15 @@ def test_gathered_reads_and_edits(stage: int) -> None:
             pass
         with pytest.raises(WherryError, match="not a rank of 0 to 1"), wherry.gathered(module, modifier_rank=2):
             pass
+        with pytest.raises(KeyError), wherry.gathered(module):
+            raise KeyError
+        assert stage < 3 or module.head.weight.isnan().all()
         train(engine, 1)
         with wherry.gathered(module.blocks[0].mix.weight):
             # One step from the edited value, and not from the old master.
             assert 0 < (module.blocks[0].mix.weight - 0.25).abs().max() < 1e-2
 
     on_ranks(use, stage=stage, config=BF16)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_views_kept_of_gathered_weights_stay_valid(stage: int) -> None:
-    """Keep a tensor and a NumPy array; weights that every rank holds are trained in the same memory."""
-
-    def use(engine: Any) -> None:
-        weight = engine.module.blocks[1].mix.weight
-        with wherry.gathered(weight, modifier_rank=0):
-            kept, array = weight.detach(), weight.detach().numpy()
-            kept[0] = 2.0 if engine.comm.rank == 0 else 3.0
-        assert (kept[0] == 2.0).all() and (array[0] == 2.0).all()
-        before = kept.clone()
-        train(engine, 2)
-        assert torch.equal(kept, before) is (stage == 3)
-        assert torch.equal(torch.from_numpy(array), kept)
-
-    on_ranks(use, stage=stage)
-
-
-def test_a_backward_outside_of_gathered_of_a_forward_inside_equals_plain() -> None:
-    def use(engine: Any) -> list[float]:
-        losses = []
-        for step in range(2):
-            with wherry.gathered(engine.module.blocks[1]):
-                loss = engine(*token_batch(step, 0, engine.comm.rank))
-            engine.backward(loss)
-            engine.step()
-            losses.append(float(loss.detach()))
-        return losses
-
-    losses = [sum(step) / 2 for step in zip(*on_ranks(use), strict=True)]
-    assert losses == pytest.approx(train_plain(make_model(), ranks=2, steps=2).losses, rel=1e-5)
-
-
-def test_an_edit_that_fails_leaves_a_healthy_engine() -> None:
-    def use(engine: Any) -> None:
-        with pytest.raises(KeyError), wherry.gathered(engine.module):
-            raise KeyError
-        assert engine.module.head.weight.isnan().all()
-        train(engine, 1)
-
-    on_ranks(use)
-
-
-def test_state_dict_has_whole_weights_under_every_name() -> None:
-    expected = make_model().state_dict()
-
-    def use(engine: Any) -> None:
-        assert_same(engine.module.state_dict(), dict(expected))
-        assert {f"module.{name}" for name in expected} == engine.state_dict().keys()
-        assert engine.module.head.weight.isnan().all()
-
-    on_ranks(use)
 
 
 def test_a_bad_load_names_the_keys_and_changes_nothing() -> None:
@@ -153,12 +94,19 @@ def test_a_bad_load_names_the_keys_and_changes_nothing() -> None:
 
 @pytest.mark.parametrize("stage", [0, 2, 3])
 def test_gradients_by_name(stage: int) -> None:
-    plain: Any = TinyLM()
-    plain.load_state_dict(make_model().state_dict())
+    plain: Any = make_model()
     sum(plain(*token_batch(0, 0, rank)) / 2 for rank in range(2)).backward()
 
     def use(engine: Any) -> None:
         engine.backward(engine(*token_batch(0, 0, engine.comm.rank)))
+        name = "blocks.1.up.weight"
+        for reader in range(2):  # each by itself
+            engine.comm.barrier()
+            if engine.comm.rank == reader:
+                mine = engine.states.local_gradient(name)
+        engine.comm.barrier()
+        start, stop = engine.states.local_range(name)
+        assert torch.equal(mine, engine.gradients(name).flatten()[start:stop])
         for name, parameter in plain.named_parameters():
             torch.testing.assert_close(engine.gradients(name), parameter.grad, rtol=1e-5, atol=1e-7)
         with pytest.raises(WherryError, match=r"did you mean 'blocks\.1\.mix\.weight'"):
@@ -215,7 +163,7 @@ def test_incomplete_or_dropped_gradients_are_refused(stage: int) -> None:
         engine.zero_grad()
         refused()
 
-    on_ranks(use, stage=stage)
+    on_ranks(use, stage=stage, optimizer=None)
 
 
 def test_gradients_used_in_the_backward_are_refused() -> None:
@@ -250,7 +198,7 @@ def test_load_state_dict_reaches_shards_and_masters(stage: int, master: str) -> 
 CALLS: dict[str, Callable[[Any, Path], Any]] = {
     "state_dict": lambda engine, folder: engine.module.state_dict(),
     "load_state_dict": lambda engine, folder: engine.module.load_state_dict({}),
-    "gathered": lambda engine, folder: wherry.gathered(engine.module.norm).__enter__(),
+    "gathered": lambda engine, folder: wherry.gathered(engine.module.norm, modifier_rank=0).__enter__(),
     "gathered_for_generation": lambda engine, folder: wherry.gathered_for_generation(engine).__enter__(),
     "unwrap": lambda engine, folder: engine.unwrap(),
     "save_checkpoint": lambda engine, folder: engine.save_checkpoint(folder),
@@ -263,26 +211,14 @@ CALLS: dict[str, Callable[[Any, Path], Any]] = {
 }
 
 
-@pytest.mark.parametrize("call", CALLS)
-def test_a_call_of_one_rank_alone_is_named_on_every_rank(call: str, tmp_path: Path) -> None:
-    def use(engine: Any) -> str:
-        train(engine, 1)
-        with pytest.raises((DivergenceError, PeerError)) as raised:
-            if engine.comm.rank == 0:
-                CALLS[call](engine, tmp_path)
-            else:
-                engine(*token_batch(1, 0, 1))
-        return str(raised.value)
-
-    for text in on_ranks(use):
-        assert f"rank 0 wants {call}() " in text and "rank 1 all_gather of " in text
-    assert not list(tmp_path.iterdir())
+# Stage 3, where every use communicates; stage 2, where an edit, a delayed update and the end of a save do.
+ALONE = [(call, 3) for call in CALLS] + [("gathered", 2), ("settle", 2), ("wait_for_checkpoint", 2)]
 
 
-@pytest.mark.parametrize("call", ["gathered", "settle", "wait_for_checkpoint"])
-def test_a_call_of_one_rank_alone_on_whole_weights_is_named(call: str, tmp_path: Path) -> None:
-    """Call what communicates at stage 2: an edit, a delayed update, the end of an asynchronous save."""
+@pytest.mark.parametrize(("call", "stage"), ALONE)
+def test_a_call_of_one_rank_alone_is_named_on_every_rank(call: str, stage: int, tmp_path: Path) -> None:
     own = {"update_policy": "delayed", "delayed_update_warmup": 1, "checkpoint": {"async_save": True}}
+    config = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "wherry": own} if stage == 2 else {}
 
     def use(engine: Any) -> str:
         train(engine, 1)
@@ -291,27 +227,124 @@ def test_a_call_of_one_rank_alone_on_whole_weights_is_named(call: str, tmp_path:
         with pytest.raises((DivergenceError, PeerError)) as raised:
             if engine.comm.rank > 0:
                 train_step(engine, 1, 1)
-            elif call == "gathered":
-                wherry.gathered(engine.module.norm, modifier_rank=0).__enter__()
+            elif call in CALLS:
+                CALLS[call](engine, tmp_path)
             else:
                 getattr(engine, call)()
         return str(raised.value)
 
-    config = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "wherry": own}
-    for text in on_ranks(use, stage=2, config=config):
-        assert f"rank 0 wants {call}() " in text and "rank 1 reduce_scatter of " in text
+    for text in on_ranks(use, stage=stage, config=config):
+        assert f"rank 0 wants {call}() " in text
+        assert f"rank 1 {'all_gather' if stage == 3 else 'reduce_scatter'} of " in text
+    assert stage == 2 or not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_rank_reads_its_own_part_of_a_gradient_alone(stage: int) -> None:
-    def use(engine: Any) -> None:
-        engine.backward(engine(*token_batch(0, 0, engine.comm.rank)))
-        name = "blocks.1.up.weight"
-        start, stop = engine.states.local_range(name)
-        engine.comm.barrier()
-        mine = [engine.states.local_gradient(name)] if engine.comm.rank == 0 else []
-        engine.comm.barrier()
-        mine = mine or [engine.states.local_gradient(name)]
-        assert torch.equal(mine[0], engine.gradients(name).flatten()[start:stop])
+# Generation: one gather for many forwards, and weights that are held do not change.
 
-    on_ranks(use, stage=stage)
+
+def test_many_forwards_gather_once_and_their_number_may_differ_between_ranks() -> None:
+    reference = make_model()
+
+    def use(engine: Any) -> list[float]:
+        comm, losses = engine.comm, []
+        for step in range(3):
+            if step in (0, 2):
+                comm.traffic.clear()
+                with wherry.gathered_for_generation(engine):
+                    once = comm.traffic.calls["all_gather"]
+                    with torch.no_grad():
+                        for turn in range(3 + comm.rank):
+                            seen = float(engine(*token_batch(9, turn, 0)))
+                            if step == 0:
+                                assert seen == pytest.approx(float(reference(*token_batch(9, turn, 0))), rel=1e-6)
+                    assert comm.traffic.calls["all_gather"] == once == len(engine.units)
+                    with pytest.raises(WherryError, match="held by gathered_for_generation"):
+                        engine.backward(engine(*token_batch(0, 0, 0)))
+                assert gathered(engine) == 0
+            losses += train(engine, step + 1, step)
+        with pytest.raises(KeyError), wherry.gathered_for_generation(engine), wherry.gathered_for_generation(engine):
+            raise KeyError("stop")
+        assert gathered(engine) == 0, "an exception releases the weights"
+        return losses
+
+    losses = [sum(step) / 2 for step in zip(*on_ranks(use), strict=True)]
+    assert losses == pytest.approx(train_plain(make_model(), ranks=2, steps=3).losses, rel=1e-5)
+
+
+def test_held_weights_do_not_change() -> None:
+    engine = engine_of(make_model(), settings(2))
+    engine.backward(engine(*token_batch(0, 0, 0)))
+    with wherry.gathered_for_generation(engine):
+        for call in (engine.step, engine.offload_states):
+            with pytest.raises(WherryError, match=f"{call.__name__}: weights are held by gathered_for_generation"):
+                call()
+    engine.step()
+    assert engine.global_steps == 1
+    with wherry.gathered_for_generation(engine):
+        engine.close()
+    assert engine.closed
+
+
+# References that outlive an engine never crash the process.
+
+
+def forms(tensors: Any) -> list[Any]:
+    """Make every object that shares a tensor's memory."""
+    found: list[Any] = []
+    for tensor in (each.detach() for each in tensors):
+        found += [tensor, tensor[:1], tensor.numpy(), memoryview(tensor.numpy())]
+        found.append(dlpack.from_dlpack(dlpack.to_dlpack(tensor)))
+    return found
+
+
+def touch(kept: list[Any], *, write: bool = False) -> None:
+    for form in kept:
+        tensor = form.detach() if isinstance(form, torch.Tensor) else torch.from_numpy(np.asarray(form))
+        float((tensor + 1).sum()), str(tensor[:1]), tensor.clone()
+        if write and isinstance(form, torch.Tensor) and 0 not in form.stride():
+            form.fill_(1.0)
+
+
+def kept_from_gathered(engine: Any) -> None:
+    with wherry.gathered(engine.module, modifier_rank=0):
+        kept = forms(engine.module.parameters())
+        kept[0][0] = 2.0 + engine.comm.rank
+    assert (kept[0][0] == 2.0).all(), "the first rank's edit"
+    tensors = kept[:: len(forms([kept[0]]))]
+    values = [tensor.clone() for tensor in tensors]
+    train(engine, 3, 1)
+    touch(kept)
+    # Weights that every rank holds are not copied by gathered, and are trained in the same memory.
+    assert all(map(torch.equal, tensors, values)) is (engine.zero_optimization_stage() == 3)
+    engine.close()
+    touch(kept, write=True)
+
+
+def kept_by_hooks(engine: Any) -> None:
+    kept: list[Any] = []
+
+    def keep(module: torch.nn.Module, *_: Any) -> None:
+        kept.extend(forms(module.parameters(recurse=False)))
+
+    for module in engine.module.modules():
+        module.register_forward_hook(keep)
+    for parameter in engine.module.parameters():
+        parameter.register_hook(lambda grad: kept.append(grad))
+    train(engine, 3, 1)
+    touch(kept)
+    engine.close()
+    touch(kept, write=True)
+
+
+@pytest.mark.parametrize("row", ["stage-3", "offload-2", "infinity"])
+@pytest.mark.parametrize("case", [kept_from_gathered, kept_by_hooks])
+def test_no_reference_crashes_the_process(case: Callable[[Any], None], row: str, tmp_path: Path) -> None:
+    """A fault crashes the worker of this test."""
+    stage, *tiers = ROWS.get(row, (3, "none", "none"))
+    config = {"zero_optimization": zero_block(stage, *tiers, tmp_path), "wherry": {"update_policy": "at_step"}}
+
+    def body(engine: Any) -> None:
+        train(engine, 1)
+        case(engine)
+
+    on_ranks(body, ranks=1 if row == "infinity" else 2, stage=stage, model=make_model(lambda: TinyLM(1)), config=config)

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import PeakGathered, make_model, on_ranks, token_batch, train
+from tests.engine.compare import assert_same
+from tests.engine.harness import PeakGathered, on_ranks, train, train_step, weights_of
+from tests.engine.tiny import TinyLM, make_model, token_batch
+from torch import nn
+
+import wherry
+from wherry.errors import WherryError
 
 # A shard is a multiple of 128 elements, and a parameter starts on a multiple of 32.
 SHARD, PARAMETER = 128, 32
@@ -168,3 +174,104 @@ def test_flats_below_the_persistence_threshold_stay_whole() -> None:
     # The sum of those that stay is limited; others are gathered in forward and in backward.
     zero["stage3_model_persistence_threshold"] = 2500
     assert on_ranks(use, config={"zero_optimization": zero})[0] == (["root", "blocks.0"], 2 + 2 * 2)
+
+
+# Small flats share collectives.
+
+BLOCK = 1792  # elements of one block with its padding
+
+
+def merged(bucket: int = 10**6, **zero: int) -> dict[str, Any]:
+    return {"zero_optimization": {"reduce_bucket_size": bucket, "allgather_bucket_size": bucket, **zero}}
+
+
+def calls(stage: int, config: dict[str, Any], blocks: int = 8) -> Counter[str]:
+    """Count the collectives of the second step."""
+
+    def use(engine: Any) -> Counter[str]:
+        for step in range(2):
+            engine.comm.traffic.clear()
+            train_step(engine, step, engine.comm.rank)
+        return Counter(engine.comm.traffic.calls)
+
+    return on_ranks(use, stage=stage, config=config, model=make_model(lambda: TinyLM(blocks)))[0]
+
+
+def test_small_flats_take_few_collectives() -> None:
+    assert calls(2, merged()) == {"reduce_scatter": 1, "all_gather": 1, "all_reduce": 1}
+    # Without shards and a norm, ranks still exchange whether any of them misses a gradient.
+    assert calls(0, merged()) == {"all_reduce": 2}
+    # The root unit; the first block, and all others ahead of it; the same in backward.
+    assert calls(3, merged()) == {"reduce_scatter": 1, "all_gather": 5, "all_reduce": 1}
+
+
+def test_a_bucket_is_not_overfilled_and_large_flats_are_communicated_alone() -> None:
+    assert calls(2, merged(3 * BLOCK))["reduce_scatter"] == 3  # eight blocks and the root unit, by three
+    assert calls(2, merged(BLOCK - 1))["reduce_scatter"] == 9
+
+
+def test_prefetch_windows_of_a_long_model_are_gathered_in_batches() -> None:
+    """Check that a window which moves on by one unit does not issue a gather for each."""
+    zero = {"stage3_prefetch_bucket_size": 8 * BLOCK, "reduce_bucket_size": 0}
+    assert calls(3, merged(8 * BLOCK, **zero), blocks=32)["all_gather"] <= 1 + 2 * (32 // 4 + 2)
+
+
+@pytest.mark.parametrize("limit", [600, 1000])
+def test_every_rank_updates_the_same_flats_together(limit: int, small_sizes: Any) -> None:
+    """Use shards that are mostly padding: a batch that is closed by payload would gather in another order."""
+    small_sizes(bucket=limit)
+
+    def use(engine: Any) -> list[tuple[str, str]]:
+        engine.backward(engine(torch.ones(2, 9)).square().mean())
+        comm, asked = engine.comm, engine.comm.asked
+        engine.step()
+        return [(one[1], one[3]) for one in [*comm.recent][asked - comm.asked :]]
+
+    model = nn.Sequential(*[nn.Linear(9, 9) for _ in range(12)])
+    first, *others = on_ranks(use, ranks=4, stage=2, config=merged(), model=model)
+    assert sum(operation == "all_gather" for operation, _ in first) > 1 and all(other == first for other in others)
+
+
+# Secondary shards: backward gathers from the ranks of its own node.
+
+SECONDARY = {"zero_optimization": {"zero_hpz_partition_size": 2}}
+
+
+def test_backward_communicates_across_nodes_for_reductions_only() -> None:
+    def use(engine: Any) -> None:
+        comm, node = engine.comm, engine.topology.node
+        assert node is not None
+        assert node.size == 2
+        for step in range(2):
+            comm.traffic.clear()
+            node.traffic.clear()
+            loss = engine(*token_batch(step, 0, comm.rank))
+            assert comm.traffic.calls == {"all_gather": 4}
+            assert not node.traffic.calls
+            engine.backward(loss)
+            engine.step()
+            assert comm.traffic.calls == {"all_gather": 4, "reduce_scatter": 4, "all_reduce": 1}
+            assert node.traffic.calls == {"all_gather": 3}  # the blocks: the root unit stays whole
+        rows = {row.state: row for row in engine.memory()}
+        whole = sum(flat.nbytes for unit in engine.units for flat in unit.flats)
+        assert rows["parameters"].bytes_actual == rows["parameters"].bytes_expected == whole // 4 + whole // 2
+
+    on_ranks(use, ranks=4, config=SECONDARY)
+
+
+def test_an_edit_between_forward_and_backward_reaches_the_backward() -> None:
+    def use(engine: Any) -> dict[str, torch.Tensor]:
+        loss = engine(*token_batch(0, 0, engine.comm.rank))
+        weight = engine.module.blocks[1].up.weight
+        with wherry.gathered(weight, modifier_rank=2):
+            weight.data.mul_(3 if engine.comm.rank == 2 else 1)
+        engine.backward(loss)
+        engine.step()
+        return weights_of(engine)
+
+    assert_same(on_ranks(use, ranks=4, config=SECONDARY)[0], on_ranks(use, ranks=4)[0])
+
+
+def test_a_size_that_does_not_divide_the_ranks_is_refused() -> None:
+    with pytest.raises(WherryError, match="3 does not divide the 4 data-parallel ranks"):
+        on_ranks(lambda engine: None, ranks=4, config={"zero_optimization": {"zero_hpz_partition_size": 3}})

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import assert_near, settings, train, train_plain, weights_of
+from tests.engine.harness import assert_near, make_model, settings, train, train_plain, weights_of
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, StepLR
 from torch.utils.data import DataLoader, IterableDataset
@@ -49,21 +49,17 @@ def on_disk(folder: str) -> dict[str, Any]:
 # The config.
 
 
-def forms(path: Path) -> list[dict[str, Any]]:
-    """Give the config in every form and every way."""
-    return [
+def test_the_config_in_every_form_and_every_way(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(CONFIG))
+    forms: list[dict[str, Any]] = [
         {"config": CONFIG},
         {"config": configs.load(CONFIG)},
         {"config_params": path},
         {"args": argparse.Namespace(wherry_config=str(path), local_rank=0)},
         {"args": argparse.Namespace(deepspeed_config=path.read_text(), wherry_config=None)},
     ]
-
-
-def test_the_config_in_every_form_and_every_way(tmp_path: Path) -> None:
-    path = tmp_path / "config.json"
-    path.write_text(json.dumps(CONFIG))
-    for given in forms(path):
+    for given in forms:
         with wherry.initialize(model=net(), **given)[0] as engine:
             assert engine.config == configs.load(CONFIG).to_dict()
             assert (engine.zero_optimization_stage(), engine.train_micro_batch_size_per_gpu()) == (2, 3)
@@ -75,6 +71,24 @@ def test_nothing_but_a_model() -> None:
     assert others == [None, None, None]
     assert engine.zero_optimization_stage() == 0
     engine.close()
+
+
+def test_keys_without_effect_are_logged_in_one_line(caplog: pytest.LogCaptureFixture) -> None:
+    """Warn, so that scripts without logging print it too; omit keys whose value is the default."""
+    zero = {"overlap_comm": True, "contiguous_gradients": True, "sub_group_size": 1e6}
+    config = {"zero_optimization": zero, "memory_breakdown": True, "train_micro_batch_size_per_gpu": 1}
+    with caplog.at_level(logging.INFO, logger="wherry"):
+        wherry.initialize(model=make_model(), config=config)[0].close()
+        wherry.initialize(model=make_model(), config={**config, "zero_optimization": {}, "memory_breakdown": False})
+    [line] = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert "without effect here: zero_optimization.sub_group_size, memory_breakdown;" in line
+
+
+def test_unit_classes_choose_the_units() -> None:
+    own = {"wherry": {"unit_classes": ["Linear", "Embedding"]}}
+    engine, *_ = wherry.initialize(model=make_model(), config=settings(3, more=own))
+    names = [unit.name for unit in engine.units]
+    assert "blocks.0.mix" in names and "blocks.0" not in names
 
 
 # Parameters and optimizers.
@@ -168,6 +182,7 @@ OF_TWO = {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 1, "gradient_
     [
         ({"optimizer": "AdamW"}, r"optimizer: expected a torch.optim.Optimizer or a callable .* got 'AdamW'"),
         ({"optimizer": lambda parameters: None}, r"expected a torch.optim.Optimizer or a callable .* got None"),
+        ({"optimizer": torch.optim.LBFGS}, "LBFGS cannot be sharded: it needs the whole gradient"),
         ({"model_parameters": torch.zeros(2)}, "model_parameters: expected parameters, .* got one Tensor"),
         ({"model_parameters": {"params": []}}, "model_parameters: expected parameters, .* got one dict"),
         ({"model_parameters": ["0.weight"]}, r"optimizer\.params: SGD does not take these: .*str"),
@@ -202,6 +217,8 @@ OF_TWO = {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 1, "gradient_
         ({"args": argparse.Namespace(deepspeed_config=CONFIG)}, "2 times, as config and as args.deepspeed_config"),
         ({"config": OF_TWO}, "on 1 data-parallel rank, as no launcher has set WORLD_SIZE"),
         ({"config": OF_TWO, "mesh": SoloComm()}, "on 1 data-parallel rank, as the mesh given to initialize has them"),
+        ({"config": {"wherry": {"unit_classes": ["Line"]}}}, r"unit_classes: .* no module of class Line; .*Linear"),
+        ({"config": {"wherry": {"state_dtype": "bf16"}, "optimizer": {"type": "RMSprop"}}}, "needs Adam.*RMSprop"),
         ({"config": on_disk("/nowhere/a")}, r"offload_optimizer\.nvme_path: disk path '/nowhere/a' .* cannot be made"),
         ({"config": on_disk("."), "model": net().double()}, r"0: it has torch.float64 weights, .* at most 32 bits"),
     ],

@@ -16,20 +16,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import (
-    adamw,
-    assert_near,
-    assert_same,
-    engine_of,
-    make_model,
-    on_ranks,
-    settings,
-    token_batch,
-    train,
-    train_plain,
-    train_step,
-    weights_of,
-)
+from tests.engine.compare import assert_near, assert_same
+from tests.engine.harness import engine_of, on_ranks, settings, train, train_plain, train_step, weights_of
+from tests.engine.tiny import adamw, make_model, token_batch
 from tests.models import Stack, sgd, vectors
 from torch import nn
 
@@ -97,7 +86,7 @@ def test_two_engines_in_one_process(stage: int) -> None:
             target = teacher.run(x)
         return (student.run(x) - target).square().mean(), taught
 
-    def body(comm: Comm) -> list[dict[str, torch.Tensor]]:
+    def body(comm: Comm) -> dict[str, torch.Tensor]:
         engines: list[Any] = []
         for model, level in zip(pair, (3, stage), strict=True):
             engines.append(engine_of(copy.deepcopy(model), settings(level), comm, sgd))
@@ -106,21 +95,15 @@ def test_two_engines_in_one_process(stage: int) -> None:
                 engine.backward(loss)
             for engine in engines:
                 engine.step()
-        return [weights_of(engine) for engine in engines]
+        named = [(number, weights_of(engine)) for number, engine in enumerate(engines)]
+        return {f"{number}.{name}": weight for number, weights in named for name, weight in weights.items()}
+
+    def both(step: int, micro: int, rank: int) -> Callable[[Any], torch.Tensor]:
+        return lambda models: sum(losses_of(*models, rank))
 
     pair = [make_model(Stack, seed) for seed in (1, 2)]
-    found = run_ranks(2, body)[0]
-    optimizers = [sgd(model.parameters()) for model in pair]
-    for _ in range(2):
-        for model in pair:
-            model.zero_grad()
-        for rank in range(2):
-            for loss in losses_of(*pair, rank):
-                (loss / 2).backward()
-        for optimizer in optimizers:
-            optimizer.step()
-    for weights, model in zip(found, pair, strict=True):
-        assert_near(weights, dict(model.named_parameters()))
+    plain = train_plain(nn.ModuleList(pair), ranks=2, steps=2, optimizer=sgd, batch=both)
+    assert_near(run_ranks(2, body)[0], plain.weights)
 
 
 def test_attributes_that_scripts_read() -> None:
@@ -217,18 +200,17 @@ def test_steps_without_a_backward_update_nothing_and_do_not_shift_the_window(cap
 
 @pytest.mark.parametrize("managed", [True, False])
 def test_no_sync_holds_a_step_back(managed: bool) -> None:
-    plain = make_model()
+    def both(model: Any) -> torch.Tensor:
+        return model(*token_batch(0, 0, 0)) + model(*token_batch(1, 0, 0))
+
     engine = engine_of(make_model(), settings(2, more={"managed_gradient_accumulation": managed}), optimizer=sgd)
     with engine.no_sync():
         train_step(engine, 0, 0)
     assert engine.global_steps == 0
     train_step(engine, 1, 0)
-    optimizer = sgd(plain.parameters())
-    for step in range(2):
-        plain(*token_batch(step, 0, 0)).backward()
-    optimizer.step()
     assert engine.global_steps == 1
-    assert_near(weights_of(engine), dict(plain.named_parameters()))
+    plain = train_plain(make_model(), steps=1, optimizer=sgd, batch=lambda *_: both)
+    assert_near(weights_of(engine), plain.weights)
 
 
 REFUSED: list[tuple[Callable[[Any], object], str]] = [
@@ -247,10 +229,7 @@ REFUSED: list[tuple[Callable[[Any], object], str]] = [
 
 
 def test_calls_that_do_not_fit_are_refused_within_a_window() -> None:
-    model = make_model()
-    engine, *_ = wherry.initialize(
-        model=model, optimizer=adamw(model.parameters()), config=settings(2, 2, 0.25), training_data=[(1,), (2,)]
-    )
+    engine = engine_of(make_model(), settings(2, 2, 0.25), training_data=[(1,), (2,)])
     train_step(engine, 0, 0)
     for call, message in REFUSED:
         with pytest.raises(WherryError, match=message):
@@ -260,26 +239,6 @@ def test_calls_that_do_not_fit_are_refused_within_a_window() -> None:
     train_step(engine, 0, 0)
     with pytest.raises(WherryError, match="scale_wrt_gas changed"):
         engine.backward(engine(*token_batch(0, 1, 0)), scale_wrt_gas=False)
-
-
-def test_an_interrupted_step_is_neither_saved_nor_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def interrupt(*_: object, **__: object) -> None:
-        raise KeyboardInterrupt
-
-    engine = engine_of(make_model(), settings(0))
-    train(engine, 1)
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(UpdateBucket, "update", interrupt)
-        train(engine, 1)
-    save, read = partial(engine.save_checkpoint, tmp_path / "c"), partial(engine.save_16bit_model, tmp_path / "m")
-    run = partial(engine.module, *token_batch(0, 0, 0))
-    for call in (save, read, run, lambda: engine.states, engine.module.state_dict, engine.unwrap):
-        with pytest.raises(WherryError, match="not those of one step"):
-            call()
-    assert not list(tmp_path.iterdir())
-    with pytest.raises(WherryError, match="KeyboardInterrupt"):
-        train(engine.train(), 1)
-    engine.close()
 
 
 @pytest.mark.parametrize("policy", ["at_step", "delayed"])
@@ -308,8 +267,12 @@ def test_a_load_recovers_from_a_failed_update(policy: str, tmp_path: Path, monke
         both.wait()
         if comm.rank == 0:
             fails.clear()
-            with pytest.raises(WherryError, match="not those of one step"):
-                engine.save_checkpoint(tmp_path / "other")
+            other = tmp_path / "other"
+            save, export = partial(engine.save_checkpoint, other), partial(engine.save_16bit_model, other)
+            for call in (save, export, lambda: engine.states, engine.module.state_dict, engine.unwrap):
+                with pytest.raises(WherryError, match="not those of one step"):
+                    call()
+            assert not other.exists()
         while True:
             with suppress(PeerError):  # until the other rank's failure has arrived
                 engine.load_checkpoint(tmp_path, load_module_only=True)
@@ -322,3 +285,49 @@ def test_a_load_recovers_from_a_failed_update(policy: str, tmp_path: Path, monke
     monkeypatch.setattr(UpdateBucket, "update", update)
     for losses, expected in run_ranks(2, body):
         assert losses == expected
+
+
+# A forward or backward that runs out of memory: a note on the error says what to do.
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, error: Exception, phase: str) -> torch.Tensor:
+        ctx.error = error
+        if phase == "forward":
+            raise error
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        raise ctx.error
+
+
+CUDA = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU"
+
+
+@pytest.mark.parametrize(
+    ("error", "asked", "phase"),
+    [
+        (torch.OutOfMemoryError(CUDA), "asked for 2.50 GiB more", "forward"),
+        (torch.OutOfMemoryError(CUDA), "asked for 2.50 GiB more", "backward"),
+        (MemoryError("no memory is left"), "needs more", "backward"),
+        (KeyError("no error of memory"), "", "forward"),
+    ],
+)
+def test_the_error_keeps_its_type_and_the_engine_works_again(error: Exception, asked: str, phase: str) -> None:
+    model: Any = make_model()
+    more = {"activation_checkpointing": {"policy": "recompute"}, "train_micro_batch_size_per_gpu": 1}
+    engine = engine_of(model, settings(3, more=more))
+    handle = model.norm.register_forward_hook(lambda module, args, output: Fails.apply(output, error, phase))
+    with pytest.raises(type(error)) as raised:
+        engine.backward(engine(*token_batch(0, 0, 0)))
+    assert raised.value is error
+    notes = error.__dict__.pop("__notes__", [])
+    assert len(notes) == bool(asked)
+    for note in notes:
+        assert note.startswith(f"wherry: {phase} {asked}, and ")
+        assert "States of the engine take: parameters " in note and "shorter samples" in note
+    handle.remove()
+    train_step(engine, 0, 0)
+    engine.close()

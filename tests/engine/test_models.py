@@ -1,25 +1,55 @@
-"""Models of every shape train unchanged, each against plain PyTorch."""
+"""Models and losses of every shape train unchanged at every stage, each against plain PyTorch."""
 
 from __future__ import annotations
 
-import copy
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import (
-    assert_close,
-    assert_equal,
-    assert_near,
-    gathered,
-    make_model,
-    on_ranks,
-    train_engine,
-    train_plain,
-)
-from tests.models import MODELS, Stack, sgd, vectors
+from tests.covering import Case, name_of, pairs
+from tests.engine.harness import Run, assert_close, assert_equal, gathered, make_model, train_engine, train_plain
+from tests.models import MODELS, D, Residual, Stack, sgd, vectors
 from torch import nn
+from torch.nn import functional as F
+
+import wherry
+
+STEPS = 4
+
+
+@functools.cache
+def ours(stage: int, ranks: int, accumulation: int, clip: float, plain_backward: bool = False) -> Run:
+    how: dict[str, Any] = {"ranks": ranks, "accumulation": accumulation, "clip": clip, "steps": STEPS}
+    return train_engine(make_model(), stage=stage, plain_backward=plain_backward, **how)
+
+
+CASES = pairs(stage=(0, 1, 2, 3), ranks=(1, 2, 4), accumulation=(1, 3), clip=(0.0, 0.5))
+
+
+@pytest.mark.parametrize("case", CASES, ids=name_of)
+def test_equals_plain_pytorch(case: Case) -> None:
+    stage, ranks, accumulation, clip = case.values()
+    plain = train_plain(make_model(), ranks=ranks, accumulation=accumulation, clip=clip, steps=STEPS)
+    assert_close(ours(stage, ranks, accumulation, clip), plain)
+    assert min(plain.norms) > clip, "clipping clips"
+
+
+@pytest.mark.parametrize(("ranks", "accumulation", "clip"), [(1, 3, 0.0), (2, 3, 0.5), (4, 1, 0.0)])
+def test_stages_have_the_same_bits(ranks: int, accumulation: int, clip: float) -> None:
+    """0 and 1 sum the window before the ranks, 2 and 3 after: with one micro-batch there is no difference."""
+    runs = [ours(stage, ranks, accumulation, clip) for stage in range(4)]
+    assert_equal(runs[1], runs[0])
+    assert_equal(runs[3], runs[2])
+    if accumulation == 1 or ranks == 1:
+        assert_equal(runs[2], runs[0])
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_plain_backward_is_the_same(stage: int) -> None:
+    assert_equal(ours(stage, 2, 3, 0.5, plain_backward=True), ours(stage, 2, 3, 0.5))
+
 
 TOGETHER = {"reduce_bucket_size": 10**6, "allgather_bucket_size": 10**6}
 # Stage, ranks, micro-batches, keys of the zero block, and whether the backward is the tensor's own.
@@ -105,16 +135,149 @@ def test_calls_between_steps_change_no_bit(stage: int) -> None:
         assert_equal(run, undisturbed)
 
 
+class Box:
+    """A user's object, in which no hook finds a tensor."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+
+class BoxedOutputs(Stack):
+    class Block(Residual):
+        def forward(self, box: Box) -> Box:  # type: ignore[override]
+            return Box(super().forward(box.value) * self.norm.weight.view(1, -1))
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        box = Box(x)
+        for block in self.blocks:
+            box = block(box)
+        return self.out(box.value)
+
+
+class LossesAside(Stack):
+    """Blocks that keep a loss in an attribute, as routers of experts do."""
+
+    class Block(Residual):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.aside = torch.tanh(self.linear(x)).square().mean()
+            return super().forward(x)
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        loss = super().forward(x, y)
+        return loss + 0.1 * sum(block.aside for block in self.blocks)
+
+
+class DetachedWeight(Stack):
+    class Block(Residual):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x) + 0.1 * F.linear(x, self.linear.weight.detach())
+
+
+class LaterWeight(Stack):
+    """Blocks that use a weight of the last one, whose gradient comes after the backward of all."""
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x + F.linear(x, self.blocks[2].linear.weight) / 4)
+        return self.out(x)
+
+
+class UndefinedGradient(Stack):
+    """Weights that autograd reaches through a function without a gradient for them."""
+
+    class Straight(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            return x + weight.mean()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:  # type: ignore[override]
+            return grad, None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.straight = nn.ParameterList(nn.Parameter(torch.ones(4)) for _ in self.blocks)
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        for block, weight in zip(self.blocks, self.straight, strict=True):
+            x = self.Straight.apply(block(x), weight)
+        return self.out(x)
+
+
+@pytest.mark.parametrize(
+    ("cls", "stage", "policy"),
+    [
+        (BoxedOutputs, 2, "at_step"),
+        (BoxedOutputs, 3, "before_use"),
+        (LossesAside, 0, "before_use"),
+        (LossesAside, 3, "before_use"),
+        (DetachedWeight, 3, "before_use"),
+        (LaterWeight, 0, "in_backward"),
+        (LaterWeight, 2, "before_use"),
+        (LaterWeight, 3, "in_backward"),
+        (UndefinedGradient, 2, "in_backward"),
+        (UndefinedGradient, 3, "at_step"),
+    ],
+)
+def test_hazards_train_as_plain_pytorch(cls: type[nn.Module], stage: int, policy: str) -> None:
+    model = make_model(cls)
+    common: dict[str, Any] = {"ranks": 2, "steps": 3, "batch": vectors, "optimizer": sgd}
+    config = {"wherry": {"update_policy": policy}}
+    assert_close(train_engine(model, stage=stage, config=config, **common), train_plain(model, **common))
+
+
+class Encoder(Stack):
+    """Methods other than forward that read weights of the root unit, as contrastive models have them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.full((D,), 1.5))
+
+    def encode(self, x: torch.Tensor, *, double: bool = False) -> torch.Tensor:
+        """Encode x."""
+        x = self.run(x) * self.gain
+        return x * 2 if double else x
+
+    def size(self) -> int:
+        return sum(p.numel() for p in self.parameters())
+
+
+def by_other_methods(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        target = model.encode(y)
+    return F.mse_loss(model.encode(x, double=True), target)
+
+
+def with_a_penalty(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Run a backward through a backward."""
+    x.requires_grad_()
+    loss = model(x, y)
+    (slope,) = torch.autograd.grad(loss, x, create_graph=True)
+    return loss + slope.square().sum()
+
+
+def of_several_forwards(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return model(x, y) + model(y, x) + model(x + y, y)
+
+
+def of_a_forward_inside_gathered(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    with wherry.gathered(model.blocks[1]):
+        return model(x, y)
+
+
+LOSSES = [by_other_methods, with_a_penalty, of_several_forwards, of_a_forward_inside_gathered]
+
+
 @pytest.mark.parametrize("stage", [0, 3])
-def test_several_forwards_before_one_backward(stage: int) -> None:
-    model = make_model(Stack)
-    plain: nn.Module = copy.deepcopy(model)
-    (sum(plain(*vectors(0, micro, rank)) for micro in range(3) for rank in range(2)) / 2).backward()
+@pytest.mark.parametrize("loss", LOSSES)
+def test_losses_of_more_than_one_forward(loss: Callable[..., torch.Tensor], stage: int) -> None:
+    def batch(step: int, micro: int, rank: int) -> Callable[[Any], torch.Tensor]:
+        return lambda model: loss(model, *vectors(step, micro, rank))
 
-    def use(engine: Any) -> dict[str, torch.Tensor]:
-        losses = [engine(*vectors(0, micro, engine.comm.rank)) for micro in range(3)]
-        engine.backward(losses[0] + losses[1] + losses[2])
-        return {name: engine.gradients(name) for name, _ in model.named_parameters()}
+    def look(engine: Any) -> None:
+        assert engine.size() == Encoder().size()
+        assert engine.encode.__doc__ == "Encode x."
+        assert stage < 3 or engine.module.gain.isnan().all()
 
-    for grads in on_ranks(use, stage=stage, model=model, optimizer=None):
-        assert_near(grads, {name: p.grad for name, p in plain.named_parameters() if p.grad is not None})
+    model, common = make_model(Encoder), dict[str, Any](ranks=2, steps=3, batch=batch, optimizer=sgd)
+    assert_close(train_engine(model, stage=stage, finish=look, **common), train_plain(model, **common))

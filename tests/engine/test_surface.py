@@ -1,4 +1,4 @@
-"""Uses of a model around its training: other methods, copies, pickles, changes that the engine does not see."""
+"""Uses of a model around its training: copies, pickles, moves, and changes that the engine does not make."""
 
 from __future__ import annotations
 
@@ -13,79 +13,27 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import (
-    adamw,
-    assert_near,
-    assert_same,
-    engine_of,
-    make_model,
-    masters_of,
-    on_ranks,
-    settings,
-    token_batch,
-    train,
-    weights_of,
-)
-from tests.models import D, Stack, sgd, vectors
+from tests.engine.compare import assert_near, assert_same
+from tests.engine.harness import engine_of, masters_of, on_ranks, settings, train, train_plain, weights_of
+from tests.engine.tiny import make_model, token_batch
+from tests.models import Buffers, Stack, sgd, vectors
 from torch import nn
-from torch.nn import functional as F
 
 import wherry
 from wherry.errors import WherryError
 
 
-class Encoder(Stack):
-    """Methods other than forward that read weights of the root unit, as contrastive models have them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.gain = nn.Parameter(torch.full((D,), 1.5))
-
-    def encode(self, x: torch.Tensor, *, double: bool = False) -> torch.Tensor:
-        """Encode x."""
-        x = self.run(x) * self.gain
-        return x * 2 if double else x
-
-    def size(self) -> int:
-        return sum(p.numel() for p in self.parameters())
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_other_methods_through_the_engine(stage: int) -> None:
-    def loss_of(model: Any, step: int, rank: int) -> torch.Tensor:
-        x, y = vectors(step, 0, rank)
-        with torch.no_grad():
-            target = model.encode(y)
-        return F.mse_loss(model.encode(x, double=True), target)
-
-    def use(engine: Any) -> dict[str, torch.Tensor]:
-        for step in range(3):
-            engine.backward(loss_of(engine, step, engine.comm.rank))
-            engine.step()
-        assert engine.size() == sum(p.numel() for p in model.parameters())
-        assert engine.encode.__doc__ == "Encode x."
-        assert stage < 3 or engine.module.gain.isnan().all()
-        return weights_of(engine)
-
-    model = make_model(Encoder)
-    weights = on_ranks(use, stage=stage, model=model, optimizer=sgd)[0]
-    optimizer = sgd(model.parameters())
-    for step in range(3):
-        optimizer.zero_grad()
-        for rank in range(2):
-            (loss_of(model, step, rank) / 2).backward()
-        optimizer.step()
-    assert_near(weights, dict(model.named_parameters()))
-
-
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_state_dict_of_a_part(stage: int) -> None:
+def test_state_dict_of_the_whole_and_of_a_part(stage: int) -> None:
     model: Any = make_model().bfloat16()
     other: Any = make_model(seed=9).bfloat16()
 
     def use(engine: Any) -> None:
         mine = engine.module
+        assert_same(mine.state_dict(), model.state_dict())
+        assert {f"module.{name}" for name in model.state_dict()} == engine.state_dict().keys()
         assert_same(mine.blocks[1].state_dict(), model.blocks[1].state_dict())
+        assert stage < 3 or mine.head.weight.isnan().all()
         assert torch.equal(mine.embed.state_dict(prefix="x.")["x.weight"], model.embed.weight)
         mine.blocks[1].load_state_dict(other.blocks[1].state_dict())
         mine.norm.load_state_dict(other.norm.state_dict())
@@ -118,7 +66,8 @@ def test_copies_and_pickles(stage: int) -> None:
         train(engine, 1)
         for other in others:
             assert torch.equal(other(*token_batch(0, 0, 0)), model(*token_batch(0, 0, 0)))
-            # It is an ordinary module: another engine may have it.
+            # It is an ordinary module: it can be cast, and another engine may have it.
+            assert copy.deepcopy(other).half().norm.weight.dtype == torch.float16
             train(engine_of(other, settings(2), engine.comm), 1)
 
     model = make_model()
@@ -138,6 +87,54 @@ def test_a_backward_after_the_update_is_refused(stage: int) -> None:
         assert engine.was_step_applied()
 
     on_ranks(use, stage=stage)
+
+
+MOVES: dict[str, Callable[[nn.Module], object]] = {
+    "half": nn.Module.half,
+    "to(dtype)": lambda module: module.to(torch.bfloat16),
+    "to(meta)": lambda module: module.to("meta"),
+    "to_empty": lambda module: module.to_empty(device="cpu"),
+}
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_a_move_or_cast_of_an_engines_model_is_refused_at_the_call(stage: int) -> None:
+    """Move the engine, the model, or a module of it: the error comes before any change."""
+
+    def use(engine: Any) -> None:
+        mine = engine.module
+        parts = ((engine, "blocks.0.norm.weight"), (mine, "blocks.0.norm.weight"), (mine.out, "out.weight"))
+        for move, (part, name) in itertools.product(MOVES.values(), parts):
+            with pytest.raises(WherryError, match=rf"{name}: .* cannot be moved or cast") as raised:
+                move(part)
+            assert '"bf16"' in str(raised.value) and "engine.unwrap()" in str(raised.value)
+        assert mine.shift.dtype == torch.float64
+        assert {(p.dtype, p.device.type) for p in mine.parameters()} == {(torch.float32, "cpu")}
+        for part in (engine, mine, mine.out):
+            assert part.to("cpu") is part and part.float() is part and part.to(torch.float32) is part
+        train(engine, 1, batch=vectors)
+        assert engine.unwrap().double().out.weight.dtype == torch.float64
+
+    on_ranks(use, stage=stage, model=make_model(Buffers))
+
+
+@pytest.mark.parametrize("how", ["data", "set_", "swap_tensors"])
+def test_other_data_in_a_parameter_are_refused_by_the_step(how: str) -> None:
+    model: Any = make_model()
+    engine = engine_of(model, settings(2))
+    weight = model.blocks[0].mix.weight
+    other = weight.detach().clone()
+    if how == "data":
+        weight.data = other
+    elif how == "set_":
+        with torch.no_grad():
+            weight.set_(other)
+    else:
+        torch.utils.swap_tensors(weight, nn.Parameter(other))
+    engine.backward(engine(*token_batch(0, 0, 0)))
+    with pytest.raises(WherryError, match=r"blocks\.0\.mix\.weight: this parameter has been given other data"):
+        engine.step()
+    engine.close()
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -202,12 +199,62 @@ def test_batch_sizes_that_change_while_training(by_iterator: bool, tmp_path: Pat
         assert engine.global_samples == 40
         return weights_of(engine)
 
-    plain = make_model()
-    found = on_ranks(use, stage=2)[0]
-    optimizer = adamw(plain.parameters())
-    for step, (micros, size) in enumerate(phases):
-        optimizer.zero_grad()
-        for rank, micro in itertools.product(range(2), range(micros)):
-            (plain(*token_batch(step, micro, rank, size)) / (2 * micros)).backward()
-        optimizer.step()
-    assert_near(found, dict(plain.named_parameters()))
+    def whole(step: int, micro: int, rank: int) -> Callable[[nn.Module], torch.Tensor]:
+        micros, size = phases[step]
+        parts = [token_batch(step, micro, rank, size) for rank in range(2) for micro in range(micros)]
+        return lambda model: sum(model(*part) for part in parts) / len(parts)
+
+    assert_near(on_ranks(use, stage=2)[0], train_plain(make_model(), steps=3, batch=whole).weights)
+
+
+# torch.compile compiles each block alone, and never the model as a whole.
+
+
+class Graphs:
+    """A backend that runs graphs as they are, and counts them."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.count += 1
+        return graph.forward
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_engine_compiles_every_block_and_nothing_else(stage: int) -> None:
+    torch._dynamo.reset()
+    model = make_model()
+    mine: Any = copy.deepcopy(model)
+    engine = engine_of(mine, settings(stage))
+    assert not engine.is_compiled
+    graphs = Graphs()
+    engine.compile(backend=graphs, compile_kwargs={"dynamic": False})
+    assert engine.is_compiled
+    assert [m._compiled_call_impl is not None for m in mine.blocks] == [True] * 3
+    assert mine._compiled_call_impl is None and mine.norm._compiled_call_impl is None
+    assert train(engine, 3) == pytest.approx(train_plain(model, steps=3).losses, rel=1e-5)
+    assert 1 <= graphs.count <= 3, "one graph for the blocks' common code, or one for each"
+    engine.close()
+
+
+@pytest.mark.long
+def test_a_model_or_an_engine_compiled_as_a_whole_is_refused() -> None:
+    torch._dynamo.reset()
+    model = make_model()
+    with pytest.raises(WherryError, match=r"torch.compile\(TinyLM\), and one graph .* engine.compile\(\)"):
+        engine_of(torch.compile(model), settings(3))
+    engine = engine_of(model, settings(3))
+    with pytest.raises(WherryError, match=r"torch.compile\(engine\), and one graph .* call engine.compile\(\)"):
+        torch.compile(engine, backend="eager")(*token_batch(0, 0, 0))
+    model.compile(backend="eager")
+    with pytest.raises(WherryError, match=r"compiled as a whole by TinyLM.compile\(\).* call engine.compile\(\)"):
+        engine(*token_batch(0, 0, 0))
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    model = torch.nn.Linear(4, 4)
+    engine, *_ = wherry.initialize(model=model, config=settings(2))
+    with pytest.raises(WherryError, match=r"no blocks to compile .*unit_classes"):
+        engine.compile()

@@ -10,17 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import (
-    VOCABULARY,
-    TinyLM,
-    assert_close,
-    make_model,
-    masters_of,
-    settings,
-    train_engine,
-    train_masters,
-    train_plain,
-)
+from tests.engine.compare import assert_close
+from tests.engine.harness import engine_of, masters_of, settings, train_engine, train_masters, train_plain
+from tests.engine.tiny import VOCABULARY, TinyLM, make_model
 from torch import nn
 
 import wherry
@@ -184,9 +176,7 @@ def test_a_tensor_parallel_matrix_is_refused() -> None:
         model.weight.tensor_model_parallel, model.weight.partition_dim = True, 0  # type: ignore[attr-defined]
         mesh = replace(topology(SoloComm()), tensor=comm)
         with pytest.raises(wherry.WherryError) as error:
-            wherry.initialize(
-                model=model, optimizer=torch.optim.Adafactor(model.parameters()), mesh=mesh, config=settings(1)
-            )
+            engine_of(model, settings(1), mesh, torch.optim.Adafactor)
         return str(error.value)
 
     for message in run_ranks(2, body):

@@ -9,22 +9,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import (
-    PeakGathered,
-    Run,
-    TinyLM,
-    assert_close,
-    assert_equal,
-    assert_near,
-    engine_of,
-    gathered,
-    make_model,
-    on_ranks,
-    settings,
-    token_batch,
-    train_engine,
-    train_plain,
-)
+from tests.engine.compare import Run, assert_close, assert_equal, assert_near
+from tests.engine.harness import PeakGathered, engine_of, gathered, on_ranks, settings, train_engine, train_plain
+from tests.engine.tiny import TinyLM, make_model, token_batch
 from tests.models import MODELS, Checkpointed, Stack, sgd, vectors
 from tests.tiers.rows import offload, with_stores
 from torch import nn
@@ -46,23 +33,16 @@ def windows(model: nn.Module, order: str, **how: Any) -> Run:
     return train_engine(model, config=config, by_window=True, **{"stage": 3, "steps": 3, **how})
 
 
-class Frozen(Stack):
-    """Blocks with frozen layers, whose gradients do not tell when they are done with."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        for block in self.blocks:
-            block.linear.requires_grad_(False)
-
+class OutFirst(Stack):
     def run(self, x: torch.Tensor) -> torch.Tensor:
         return super().run(self.out(x))
 
 
-class FrozenCheckpointed(Checkpointed):
-    def __init__(self) -> None:
-        super().__init__(reentrant=True)
-        for block in self.blocks:
-            block.linear.requires_grad_(False)
+def frozen(model: Any) -> nn.Module:
+    """Freeze layers of each block, whose gradients do not tell when they are done with."""
+    for block in model.blocks:
+        block.linear.requires_grad_(False)
+    return model
 
 
 class Branching(Stack):
@@ -74,7 +54,11 @@ class Branching(Stack):
         return self.out(x)
 
 
-SHAPES = MODELS | {"frozen": Frozen, "frozen, reentrant": FrozenCheckpointed, "branching": Branching}
+SHAPES = MODELS | {
+    "frozen": lambda: frozen(OutFirst()),
+    "frozen, reentrant": lambda: frozen(Checkpointed(reentrant=True)),
+    "branching": Branching,
+}
 
 
 def trainable(parameters: Any) -> torch.optim.Optimizer:
@@ -88,12 +72,12 @@ def trainable(parameters: Any) -> torch.optim.Optimizer:
 def test_four_micro_batches_communicate_like_one(kind: str, stage: int) -> None:
     """Compare results, calls, bytes, the peak of gathered weights and the engine's own counters."""
     watched: dict[Any, PeakGathered] = {}
-    frozen = "frozen" in kind
+    has_frozen = "frozen" in kind
 
     def seen(engine: Any, step: int) -> tuple[Any, ...]:
-        if step == 0 and not frozen:
+        if step == 0 and not has_frozen:
             watched[engine] = PeakGathered(engine)
-        peak = 0 if frozen else watched[engine].take()
+        peak = 0 if has_frozen else watched[engine].take()
         traffic, counters = engine.comm.traffic, (engine.global_steps, engine.micro_steps)
         return dict(traffic.calls), dict(traffic.bytes), peak, counters
 
@@ -109,7 +93,7 @@ def test_four_micro_batches_communicate_like_one(kind: str, stage: int) -> None:
     for mine, theirs in zip(four.extra[2][:2], one.extra[2][:2], strict=True):
         for operation in (mine.keys() | theirs.keys()) - late:
             assert mine[operation] == theirs[operation], operation
-    assert four.extra[2][2] <= one.extra[2][2] and (four.extra[2][2] > 0) == (stage == 3 and not frozen)
+    assert four.extra[2][2] <= one.extra[2][2] and (four.extra[2][2] > 0) == (stage == 3 and not has_frozen)
     assert (one.extra[2][3], four.extra[2][3]) == ((3, 3), (3, 12))
 
 

@@ -12,16 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import (
-    TinyLM,
-    assert_near,
-    assert_same,
-    engine_of,
-    masters_of,
-    settings,
-    train,
-    train_plain,
-)
+from tests.engine.harness import TinyLM, assert_near, assert_same, engine_of, masters_of, settings, train, train_plain
 from torch import nn
 from torch.nn.modules import module as torch_module
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -40,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 class Custom(nn.Module):
-    """Ways in which user code initializes weights of its children; more are in test_made_of_others."""
+    """Ways in which user code initializes weights of its children; more are in test_meta."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -245,8 +236,7 @@ def test_models_built_partly_outside_and_modules_attached_later() -> None:
         model = nn.Sequential(before, nn.Linear(6, 6))
     model.append(after)
     assert shard_of(before.weight) is not None and shard_of(after.weight) is None
-    engine, *_ = wherry.initialize(model=model, config=STAGE3)
-    state = engine.module.state_dict()
+    state = engine_of(model, STAGE3).module.state_dict()
     assert_near(state, expected, 0.0)
     assert not any(value.isnan().any() for value in state.values())
 
@@ -327,7 +317,10 @@ class Mixed(nn.Module):
             self.leaves.append(leaf)
 
 
-def test_values_of_any_dtype_and_stride_are_rank_0s() -> None:
+@pytest.mark.parametrize("stage", [None, 0, 3])
+def test_values_of_any_dtype_and_stride_are_rank_0s(stage: int | None) -> None:
+    """Build models within `Init`, or whole ones."""
+
     def build(seed: int) -> nn.Module:
         model = Mixed(seed)
         with torch.no_grad():  # an edit that differs between ranks
@@ -339,26 +332,17 @@ def test_values_of_any_dtype_and_stride_are_rank_0s() -> None:
     plain = build(5)
 
     def body(comm: Comm) -> None:
-        with wherry.Init(STAGE3, mesh=comm):
+        with wherry.Init(STAGE3, mesh=comm, enabled=stage is None):
             model = build(5 + comm.rank)
-        for name, value in whole(model).items():
+        values = whole(model)
+        if stage is not None:
+            values = engine_of(model, settings(stage), comm).module.state_dict()
+        for name, value in values.items():
             expected = plain.get_parameter(name).detach()
             assert torch.equal(value.nan_to_num(7.0), expected.nan_to_num(7.0)), name
             assert torch.equal(value.signbit(), expected.signbit())
 
     run_ranks(3, body)
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_rank_0s_whole_model_is_used_where_ranks_differ(stage: int) -> None:
-    models = [Mixed(rank) for rank in range(2)]
-    expected = {name: value.clone() for name, value in models[0].state_dict().items()}
-
-    def body(comm: Comm) -> None:
-        engine, *_ = wherry.initialize(model=models[comm.rank], config=settings(stage), mesh=comm)
-        assert_same(engine.module.state_dict(), expected)
-
-    run_ranks(2, body)
 
 
 def test_edits_of_gathered_weights_reach_the_shards_and_one_that_fails_is_dropped() -> None:

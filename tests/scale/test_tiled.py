@@ -8,16 +8,8 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.engine.harness import (
-    PeakGathered,
-    assert_near,
-    assert_same,
-    make_model,
-    on_ranks,
-    settings,
-    train_engine,
-    train_plain,
-)
+from tests.engine.compare import assert_near, assert_same
+from tests.engine.harness import PeakGathered, make_model, on_ranks, settings, state_of, train_engine, train_plain
 from torch import nn
 
 import wherry
@@ -171,9 +163,7 @@ def test_files_and_init_with_tiles(tmp_path: Path) -> None:
         assert all(shard_of(p) is not None and not shard_of(p).whole for p in model.parameters())
         engine, *_ = wherry.initialize(model=model, config=settings(3), mesh=comm)
         wherry.load_pretrained(engine, tmp_path)
-        return engine.module.state_dict(), wherry.initialize(model=meta, config=settings(3), mesh=comm)[
-            0
-        ].module.state_dict()
+        return engine.module.state_dict(), state_of(meta, mesh=comm)
 
     for states in run_ranks(2, body):
         for state in states:
@@ -198,7 +188,6 @@ def test_tiles_of_a_layer_on_the_meta_device_are_drawn() -> None:
     with torch.device("meta"):
         model = Wide()
     wherry.tile(model, max_bytes=8 * 1024)
-    engine, *_ = wherry.initialize(model=model, config=settings(3))
-    state = engine.module.state_dict()
+    state = state_of(model)
     assert all(bool(value.isfinite().all()) for value in state.values())
     assert state["blocks.0.1.weight"].shape == (256, 32)

@@ -1,6 +1,7 @@
 """Learning rate schedules against their closed forms, and against what torch expects of a scheduler."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ def sgd(momentum=0.0):
 
 
 def trace(schedule, steps):
-    """The learning rate of the first group at each step, as updates see it."""
+    """Return the learning rate of the first group at each step, as updates see it."""
     seen = []
     for _ in range(steps):
         seen.append(schedule.optimizer.param_groups[0]["lr"])
@@ -37,22 +38,46 @@ def close(seen, expected):
 
 
 LOG = [2.0 * math.log(step + 1) / math.log(10) for step in range(10)] + [2.0] * 3
+DOWN = [(10 - step) / 6 for step in range(4, 10)]
+COSINE = [0.5 * (0.1 + 0.9 * (1 + math.cos(math.pi * (step - 4) / 8)) / 2) for step in range(4, 13)]
+CYCLE = [1.0, 1.5, 2.0, 2.5, 3.0, 2.0, 1.0]
+LINEAR = partial(WarmupLR, warmup_type="linear")
+DECAY = partial(WarmupDecayLR, warmup_max_lr=1.0, warmup_type="linear")
+RISING_COSINE = partial(WarmupCosineLR, warmup_type="linear")
+FALLING = partial(OneCycle, decay_step_size=2, decay_lr_rate=0.5)
+RANGE = partial(LRRangeTest, lr_range_test_min_lr=0.1, lr_range_test_step_size=2)
+# Of an optimizer at 0.5: the schedule, and the rate of each step.
+CLOSED_FORMS = [
+    (partial(LINEAR, warmup_min_lr=1.0, warmup_max_lr=3.0, warmup_num_steps=4), [1.0, 1.5, 2.0, 2.5, 3.0, 3.0, 3.0]),
+    (partial(WarmupLR, warmup_max_lr=2.0, warmup_num_steps=10), LOG),
+    (partial(WarmupLR, warmup_num_steps=0, warmup_type="log"), [0.5, 0.5, 0.5]),
+    (partial(LINEAR, warmup_num_steps=0), [0.5, 0.5, 0.5]),
+    (partial(WarmupLR, warmup_num_steps=1, warmup_type="log"), [0.0, 0.5, 0.5]),
+    (partial(LINEAR, warmup_num_steps=1), [0.0, 0.5, 0.5]),
+    (partial(DECAY, total_num_steps=10, warmup_num_steps=4), [0.0, 0.25, 0.5, 0.75, *DOWN, 0.0, 0.0]),
+    (partial(DECAY, total_num_steps=4, warmup_min_lr=0.2, warmup_num_steps=2), [0.2, 0.6, 1.0, 0.6, 0.2, 0.2]),
+    # Without room for the decay.
+    (partial(DECAY, total_num_steps=3, warmup_num_steps=5), [0.0, 0.2, 0.4, 0.6, 0.8, 0.0, 0.0]),
+    (
+        partial(RISING_COSINE, total_num_steps=12, warmup_min_ratio=0.5, warmup_num_steps=4, cos_min_ratio=0.1),
+        [*(0.5 * (0.5 + 0.5 * step / 4) for step in range(4)), *COSINE, 0.05, 0.05],
+    ),
+    (
+        partial(FALLING, cycle_min_lr=1.0, cycle_max_lr=3.0, cycle_first_step_size=4, cycle_second_step_size=2),
+        CYCLE + [1.0 / (1 + 0.5 * step / 2) for step in (1, 2, 3)],
+    ),
+    (
+        partial(OneCycle, cycle_min_lr=0.0, cycle_max_lr=1.0, cycle_first_step_size=6, cycle_first_stair_count=2),
+        [*[0.0] * 3, *[0.5] * 3, 1.0, *[0.5] * 3, *[0.0] * 3],
+    ),
+    (partial(RANGE, lr_range_test_step_rate=3.0), [0.1 * (1 + 3.0 * step / 2) for step in range(5)]),
+    (partial(RANGE, lr_range_test_staircase=True), [0.1, 0.1, 0.2, 0.2, 0.3, 0.3]),
+]
 
 
-@pytest.mark.parametrize(
-    ("options", "expected"),
-    [
-        ({"warmup_min_lr": 1.0, "warmup_max_lr": 3.0, "warmup_num_steps": 4, "warmup_type": "linear"},
-         [1.0, 1.5, 2.0, 2.5, 3.0, 3.0, 3.0]),
-        ({"warmup_max_lr": 2.0, "warmup_num_steps": 10}, LOG),
-        ({"warmup_num_steps": 0, "warmup_type": "log"}, [0.5, 0.5, 0.5]),
-        ({"warmup_num_steps": 0, "warmup_type": "linear"}, [0.5, 0.5, 0.5]),
-        ({"warmup_num_steps": 1, "warmup_type": "log"}, [0.0, 0.5, 0.5]),
-        ({"warmup_num_steps": 1, "warmup_type": "linear"}, [0.0, 0.5, 0.5]),
-    ],
-)  # fmt: skip
-def test_warmup(options, expected):
-    close(trace(WarmupLR(adam(), **options), len(expected)), expected)
+@pytest.mark.parametrize(("schedule", "rates"), CLOSED_FORMS)
+def test_rates_are_those_of_the_closed_form(schedule, rates):
+    close(trace(schedule(adam()), len(rates)), rates)
 
 
 def test_warmup_reaches_each_groups_own_rate_or_the_given_ones():
@@ -64,46 +89,6 @@ def test_warmup_reaches_each_groups_own_rate_or_the_given_ones():
     schedule = WarmupLR(given, [0.0, 1.0], [1.0, 3.0], warmup_num_steps=2, warmup_type="linear")
     given.step(), schedule.step()
     close(schedule.get_last_lr(), [0.5, 2.0])
-
-
-@pytest.mark.parametrize(
-    ("total", "low", "warmup", "expected"),
-    [
-        (10, 0.0, 4, [0.0, 0.25, 0.5, 0.75, *[(10 - step) / 6 for step in range(4, 10)], 0.0, 0.0]),
-        (4, 0.2, 2, [0.2, 0.6, 1.0, 0.6, 0.2, 0.2]),
-        (3, 0.0, 5, [0.0, 0.2, 0.4, 0.6, 0.8, 0.0, 0.0]),  # without room for it
-    ],
-)
-def test_decay_ends_at_the_lowest_rate(total, low, warmup, expected):
-    schedule = WarmupDecayLR(
-        adam(), total, warmup_min_lr=low, warmup_max_lr=1.0, warmup_num_steps=warmup, warmup_type="linear"
-    )
-    close(trace(schedule, len(expected)), expected)
-
-
-def test_cosine():
-    schedule = WarmupCosineLR(
-        adam(2.0), 12, warmup_min_ratio=0.5, warmup_num_steps=4, cos_min_ratio=0.1, warmup_type="linear"
-    )
-    warmup = [2.0 * (0.5 + 0.5 * step / 4) for step in range(4)]
-    cosine = [2.0 * (0.1 + 0.9 * (1 + math.cos(math.pi * (step - 4) / 8)) / 2) for step in range(4, 13)]
-    close(trace(schedule, 15), [*warmup, *cosine, 0.2, 0.2])
-    assert (cosine[0], cosine[-1]) == (2.0, pytest.approx(0.2))
-
-
-def test_one_cycle():
-    schedule = OneCycle(
-        adam(), 1.0, 3.0, cycle_first_step_size=4, cycle_second_step_size=2, decay_step_size=2, decay_lr_rate=0.5
-    )
-    cycle = [1.0, 1.5, 2.0, 2.5, 3.0, 2.0, 1.0]
-    decay = [1.0 / (1 + 0.5 * step / 2) for step in (1, 2, 3)]
-    close(trace(schedule, 10), cycle + decay)
-
-
-def test_one_cycle_in_stairs():
-    schedule = OneCycle(adam(), 0.0, 1.0, cycle_first_step_size=6, cycle_first_stair_count=2)
-    up = [0.0, 0.0, 0.0, 0.5, 0.5, 0.5, 1.0]
-    close(trace(schedule, 13), [*up, 0.5, 0.5, 0.5, 0.0, 0.0, 0.0])
 
 
 def test_one_cycle_moves_the_momentum_the_other_way():
@@ -149,11 +134,7 @@ def test_one_cycle_and_optimizers_with_other_momentum_or_none(caplog):
     assert kept.param_groups[0]["betas"] == (0.9, 0.97)
 
 
-def test_range_test():
-    grow = LRRangeTest(adam(), 0.1, lr_range_test_step_size=2, lr_range_test_step_rate=3.0)
-    close(trace(grow, 5), [0.1 * (1 + 3.0 * step / 2) for step in range(5)])
-    stairs = LRRangeTest(adam(), 0.1, lr_range_test_step_size=2, lr_range_test_staircase=True)
-    close(trace(stairs, 6), [0.1, 0.1, 0.2, 0.2, 0.3, 0.3])
+def test_a_range_test_has_a_rate_for_each_group():
     grouped = LRRangeTest(adam(1.0, 1.0), [0.1, 0.2], lr_range_test_step_size=1)
     grouped.optimizer.step(), grouped.step()
     close(grouped.get_last_lr(), [0.2, 0.4])

@@ -11,6 +11,7 @@ from wherry.errors import WherryError
 from wherry.parallel.comm import Merging, SoloComm
 from wherry.tickets import DONE, CallbackTicket, Ticket
 from wherry.tiers.streams import link_to
+from wherry.update.pipeline import Phase
 from wherry.update.update_thread import READY, STORE, Steps, UpdateJob, UpdateThread, drive_all
 from wherry.update.updater import UpdatePolicy, Updater
 
@@ -98,27 +99,21 @@ def test_ctrl_c_in_a_wait_leaves_what_is_waited_for_as_it_is() -> None:
     assert ticket.done()
 
 
-class _Interrupted(Ticket):
-    """A ticket whose wait is interrupted by Ctrl-C."""
-
-    def __init__(self, done: bool) -> None:
-        self._done = done
-
-    def wait(self) -> None:
-        raise KeyboardInterrupt
-
-    def done(self) -> bool:
-        return self._done
-
-
 @pytest.mark.parametrize("done", [False, True])
 def test_ctrl_c_breaks_an_engine_where_an_update_is_left_unfinished(done: bool) -> None:
-    """An update that goes on in the thread finishes."""
+    """Finish an update that goes on in the thread."""
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
     link = link_to(torch.device("cpu"))
     storages: Any = SimpleNamespace(link=link)
-    updater = Updater([], SoloComm(), storages, UpdatePolicy(), Merging(0), alone=True)
+    updater: Any = Updater([], SoloComm(), storages, UpdatePolicy(), Merging(0), alone=True)
+    job = CallbackTicket(interrupt, lambda: done)
+    updater.pipelines = [SimpleNamespace(phase=Phase.PENDING, job=job, gathers=[])]
     with pytest.raises(KeyboardInterrupt):
-        updater._wait(_Interrupted(done))  # type: ignore[arg-type]
+        updater.settle()
     assert (updater.broken is not None) == done
+    updater.pipelines = []
     updater.close()
     link.close()
