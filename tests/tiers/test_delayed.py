@@ -31,6 +31,8 @@ from tests.tiers.test_placements import train
 
 import wherry
 from wherry.errors import WherryError
+from wherry.tickets import Ticket
+from wherry.tiers.streams import Link
 
 
 def simulate(ranks: int, steps: int, first_late: int, clip: float, accumulation: int = 1) -> Run:
@@ -164,3 +166,30 @@ def test_a_read_between_a_forward_and_its_backward_is_told(tmp_path: Path) -> No
         engine.backward(loss)
     train_step(engine, 2, 0)
     engine.close()
+
+
+def test_weights_that_ctrl_c_has_held_up_arrive_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def trained(*, interrupted: bool) -> dict[str, torch.Tensor]:
+        config = offload("offload-1", tmp_path, "delayed")
+        config["wherry"]["delayed_update_warmup"] = 1
+        engine = engine_of(make_model(), settings(1, more=config))
+        train_steps(engine, 3)
+        if interrupted:
+            sent = itertools.count()
+
+            def up(link: Link, *args: Any, **more: Any) -> Ticket:
+                if next(sent) == 1:
+                    raise KeyboardInterrupt
+                return real(link, *args, **more)
+
+            real = Link.up
+            with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+                patch.setattr(Link, "up", up)
+                engine.settle()
+            assert next(sent) == 2
+        engine.settle()
+        weights = weights_of(engine)
+        engine.close()
+        return weights
+
+    assert_same(trained(interrupted=True), trained(interrupted=False))

@@ -361,17 +361,20 @@ class UpdateBucket:
         self._fresh = [weights.clone() if self.on_disk else weights for weights in self.working()]
 
     def publish(self) -> list[Ticket]:
-        """Send the working weights that it holds to where flats have theirs."""
+        """Send the working weights that it holds to where flats have theirs; it holds them until `end_publish`."""
         assert self._fresh is not None, self.name
-        parts, self._fresh = self._fresh, None
         with ExitStack() as opened:
             for state in self.states:
                 if state.flat.storage is not None:
                     opened.enter_context(state.flat.opened(write=True))
-            tickets = [self._send(*place, part) for place, part in zip(self.spans, parts, strict=True)]
+            tickets = [self._send(*place, part) for place, part in zip(self.spans, self._fresh, strict=True)]
             for ticket in tickets if self.on_device else ():
                 ticket.finish()  # before it is stored
             return tickets
+
+    def end_publish(self) -> None:
+        """The weights have arrived; who was interrupted before sends them again."""
+        self._fresh = None
 
     def send(self, piece: UpdatePiece, fence: Ticket) -> list[Ticket]:
         """The working weights of what was updated, to where flats have theirs: what rests elsewhere has been fetched.

@@ -156,6 +156,7 @@ class BucketPipeline:
             self._published = self.bucket.publish()
             for ticket in self._published:
                 ticket.wait()
+            self.bucket.end_publish()
         for flats in self.together:
             wholes, shards = [flat.whole for flat in flats], [flat.shard_memory for flat in flats]
             names = [flat.name for flat in flats]
