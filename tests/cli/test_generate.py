@@ -118,15 +118,22 @@ def as_rank(rank: int, flags: list[str], typed: bytes) -> str:
     return shown.getvalue()
 
 
-def test_ranks_write_one_text_for_each_line(run, exported, monkeypatch, warm):
-    # The arguments of the launcher.
+@pytest.fixture
+def of_ranks(exported, monkeypatch) -> list[str]:
+    """The arguments with which the command launches two ranks."""
     launches: list[Any] = []
     monkeypatch.setattr(supervise, "launch", lambda arguments: launches.append(arguments) or 0)
-    assert main(["generate", str(exported), *GREEDY, "--nproc", "2", "--seed", "7"]) == 0
+    assert main(["generate", str(exported), *GREEDY, "--nproc", "2", "--seed", "0"]) == 0
     assert (launches[0].nproc_per_node, launches[0].training_script) == ("2", "wherry.cli.sampling")
-    words = launches[0].training_script_args
-    # What each rank shows.
-    shown = warm(2).run(as_rank, words, b"ab\nc\n\nnot read\n")
+    return launches[0].training_script_args
+
+
+def test_ranks_are_given_flags_of_zero(of_ranks):
+    assert "--seed=0" in of_ranks and "--temperature=0.0" in of_ranks
+
+
+def test_ranks_write_one_text_for_each_line(run, of_ranks, warm):
+    shown = warm(2).run(as_rank, of_ranks, b"ab\nc\n\nnot read\n")
     assert shown == [f"{likeliest(run, 'ab', 40)}\n{likeliest(run, 'c', 40)}\n", ""]
 
 

@@ -226,6 +226,8 @@ def test_backward_refuses_what_is_no_loss_and_zero_grad_keeps_the_count_of_micro
 def test_coalesced_gradients_are_reduced_together_at_the_end():
     def body(comm: Any) -> torch.Tensor:
         engine = engine_of(1, model=line(), mesh=comm)
+        with pytest.raises(ZeroDivisionError), engine.coalesce_grad_reduction():
+            raise ZeroDivisionError
         with engine.coalesce_grad_reduction():
             for size in (1.0, 2.0):
                 engine.backward(engine(torch.full((1, 4), size + 4 * comm.rank)).sum())

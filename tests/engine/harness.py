@@ -251,7 +251,7 @@ class PeakGathered:
         self.highest = 0
         for module in engine.module.modules():
             module.register_forward_pre_hook(lambda *_: self.look())
-            for parameter in module.parameters(recurse=False):
+            for parameter in filter(lambda parameter: parameter.requires_grad, module.parameters(recurse=False)):
                 parameter.register_post_accumulate_grad_hook(lambda _: self.look())
 
     def look(self) -> None:

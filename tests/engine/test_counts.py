@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -127,6 +129,23 @@ def test_gathered_weights_stay_within_the_budget(ranks: int) -> None:
     assert on_ranks(use, ranks=ranks, config=config) == [units["root"] + block] * ranks
 
 
+def test_frozen_weights_are_released_with_those_that_train() -> None:
+    """Freeze most of each block, as an adapter does: its weights come last in the backward."""
+    model = make_model(lambda: TinyLM(8))
+    for block in model.blocks:
+        block.up.requires_grad_(False)
+    units = padded(model, 2)
+
+    def use(engine: Any) -> int:
+        peak = PeakGathered(engine)
+        train(engine, 2)
+        return peak.take() // 4
+
+    config = {"zero_optimization": {"stage3_max_live_parameters": 0}}
+    (highest, _) = on_ranks(use, model=model, config=config)
+    assert 0 < highest <= units["root"] + 3 * units["blocks.0"]
+
+
 @pytest.mark.parametrize("stage", [2, 3])
 def test_gradients_are_freed_in_the_backward(stage: int) -> None:
     """Expect, beside the sums, the gradients of the root unit, and of two others of which one is being reduced."""
@@ -235,6 +254,20 @@ def test_every_rank_updates_the_same_flats_together(limit: int, small_sizes: Any
 # Secondary shards: backward gathers from the ranks of its own node.
 
 SECONDARY = {"zero_optimization": {"zero_hpz_partition_size": 2}}
+
+
+def test_a_load_after_a_lone_forward_is_seen_by_the_next_backward(tmp_path: Path) -> None:
+    def use(engine: Any, *, loads: bool) -> dict[str, torch.Tensor]:
+        if loads:
+            engine.save_checkpoint(tmp_path)
+            train(engine, 1)
+            engine(*token_batch(3, 0, engine.comm.rank))
+            engine.load_checkpoint(tmp_path)
+        train(engine, 1)
+        return engine.module.state_dict()
+
+    calm, back = (on_ranks(partial(use, loads=loads), ranks=4, config=SECONDARY)[0] for loads in (False, True))
+    assert_same(back, calm)
 
 
 def test_backward_communicates_across_nodes_for_reductions_only() -> None:

@@ -80,6 +80,14 @@ def test_trains_as_plain_pytorch(name: str, way: tuple[int, int, int, dict[str, 
     assert run.extra == 0
 
 
+@pytest.mark.parametrize("stage", [1, 2])
+def test_collectives_are_not_shared_by_two_dtypes(stage: int) -> None:
+    common: dict[str, Any] = {"stage": stage, "ranks": 2, "steps": 3, "batch": vectors, "optimizer": sgd}
+    model = make_model(MODELS["mixed dtypes"])
+    together = train_engine(model, config={"zero_optimization": TOGETHER}, **common)
+    assert_equal(together, train_engine(model, **common))
+
+
 def evaluate(engine: Any, step: int) -> None:
     inputs = vectors(step, 1, engine.comm.rank)
     engine.eval()

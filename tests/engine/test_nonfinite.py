@@ -120,10 +120,14 @@ def test_on_a_device_with_memory_of_its_own(
     assert len(lines(caplog)) == 1
 
 
-@pytest.mark.parametrize("policy", ALL)
-def test_the_first_raises_with_nonfinite_raise(policy: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("policy", "more"), [*((policy, {}) for policy in ALL), ("at_step", {"fp16": {"enabled": True, "loss_scale": 4.0}})]
+)
+def test_the_first_raises_with_nonfinite_raise(
+    policy: str, more: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
     with pytest.raises(NonFiniteError, match=r"step 3 skipped: .* first in blocks\.2; .* look for inf or NaN"):
-        train({2: by_loss}, {"wherry": {"nonfinite": "raise", "update_policy": policy}}, stage=1)
+        train({2: by_loss}, {"wherry": {"nonfinite": "raise", "update_policy": policy}} | more, stage=1)
     assert not lines(caplog)
 
 

@@ -69,7 +69,13 @@ def test_a_file_has_the_flags_and_the_command_line_comes_over_it(tmp_path: Path)
 
 
 @pytest.mark.parametrize(
-    ("flags", "steps", "warmup"), [(["--epochs=2"], 6, 0), (["--steps=1"], 1, 0), (["--steps=99"], 99, 2)]
+    ("flags", "steps", "warmup"),
+    [
+        (["--epochs=2"], 6, 0),
+        (["--steps=1"], 1, 0),
+        (["--steps=99"], 99, 2),
+        (["--steps=99", "--lr-warmup-iters=0"], 99, 0),
+    ],
 )
 def test_a_run_of_few_steps_has_no_warmup(flags: list[str], steps: int, warmup: int) -> None:
     """Count 21 rows, 2 ranks of 4 rows a step; a warmup of the only step would train at a rate of zero."""

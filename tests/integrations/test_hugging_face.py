@@ -111,6 +111,13 @@ def test_arguments_that_do_not_go_together_are_refused(tmp_path):
     args = TrainingArguments(tmp_path, use_cpu=True, report_to=[], save_only_model=True, **best)
     with pytest.raises(WherryError, match="save_only_model leaves them out"):
         WherryTrainer(torch.nn.Linear(2, 2), args, train_dataset=[], eval_dataset=[])
+    # Zero and false are said too, and not left to the arguments.
+    args = TrainingArguments(tmp_path, use_cpu=True, report_to=[], bf16=True)
+    said = {"gradient_clipping": 0.0, "bf16": {"enabled": False}}
+    with pytest.raises(WherryError) as refusal:
+        resolve(load(said), args, 1)
+    assert "gradient_clipping: the config has 0.0" in str(refusal.value)
+    assert "bf16.enabled: the config has False" in str(refusal.value)
     # Adafactor's eps is not Adam's, which the arguments have.
     config = {"optimizer": {"type": "Adafactor", "params": dict.fromkeys(("lr", "weight_decay", "eps"), "auto")}}
     args = TrainingArguments(tmp_path, learning_rate=0.5, weight_decay=0.25, report_to=[], use_cpu=True)

@@ -21,7 +21,7 @@ PAIRS = {
     "adamw": (CPUAdam, torch.optim.AdamW, {"betas": (0.8, 0.99)}),
     "adam": (partial(CPUAdam, adamw_mode=False), torch.optim.Adam, {"maximize": True}),
     "adagrad": (CPUAdagrad, torch.optim.Adagrad, {"lr_decay": 0.1, "initial_accumulator_value": 0.5}),
-    "lion": (CPULion, Lion, {"betas": (0.8, 0.95)}),
+    "lion": (CPULion, Lion, {"betas": (0.8, 0.95), "maximize": True}),
 }
 
 

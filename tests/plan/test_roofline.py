@@ -12,6 +12,7 @@ from tests.plan.measured import WIDTH, config, make, one_block, placed
 import wherry
 from wherry import config as configs
 from wherry.plan.choose import CHECKPOINTS, MICRO, ORDER, RECOMPUTE, STAGE, TILES, choose
+from wherry.plan.counts import STATES
 from wherry.plan.estimate import Estimate, Use, answer_of_count
 from wherry.plan.forecaster import Forecaster
 from wherry.plan.machines import Machine, known
@@ -28,6 +29,17 @@ def answer(given: dict[str, Any], machine: Machine = H100, ranks: int = 2, build
 
 def terms(given: dict[str, Any], machine: Machine = H100, ranks: int = 2) -> dict[str, float]:
     return answer(given, machine, ranks).time.terms
+
+
+def test_a_limit_of_host_memory_is_for_states_alone() -> None:
+    server = replace(H100, gpus=0)
+    (host,) = answer(config(0), server).uses
+    states = sum(nbytes for category, nbytes in host.parts.items() if category in STATES)
+    assert states < host.needed
+    assert [answer(config(0) | {"wherry": {"host_memory": limit}}, server).fits for limit in (states, states - 1)] == [
+        True,
+        False,
+    ]
 
 
 @pytest.mark.parametrize(("stage", "times", "ranks"), [(0, 2, 2), (1, 2, 8), (3, 3, 8)])
