@@ -68,10 +68,14 @@ def where(error: BaseException) -> str:
     return "\n".join([f"{type(error).__name__}: {error}"[:300], *lines[-5:]])
 
 
-def open_now() -> tuple[int, int]:
+def open_now() -> Counter[str]:
     """Count the threads and the files of this process."""
     gc.collect()
-    return len(os.listdir("/proc/self/task")), len(os.listdir("/proc/self/fd"))
+    found = Counter(thread=len(os.listdir("/proc/self/task")))
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # that of the listing itself
+            found[os.readlink(f"/proc/self/fd/{number}")] += 1
+    return found
 
 
 class Trials:
@@ -166,8 +170,8 @@ def serve(
         send(trials.trial(number))
     faulthandler.cancel_dump_traceback_later()
     trials.engine.close()
-    if open_now() > before:
-        send(("left open", [("threads or files are left open", f"{before} before, {open_now()} after close()")]))
+    if more := open_now() - before:
+        send(("left open", [("threads or files are left open", f"after close(): {', '.join(more.elements())}")]))
 
 
 def attack(name: str, numbers: range, seed: int, home: Path, findings: Findings) -> Counter[str]:
