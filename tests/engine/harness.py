@@ -1,19 +1,74 @@
-"""Training by plain PyTorch, the oracle, and the same through the engine on ranks that are threads."""
+"""A small language model, trained by plain PyTorch, the oracle, and through the engine on ranks that are threads."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
+import pytest
 import torch
-from tests.engine.compare import Run, assert_close, assert_equal, assert_near, assert_same  # noqa: F401
-from tests.engine.tiny import LENGTH, VOCABULARY, WIDTH, TinyLM, adamw, make_model, token_batch  # noqa: F401
 from torch import nn
+from torch.nn import functional as F
 
 import wherry
 from wherry.parallel.comm import Comm
 from wherry.testing import run_ranks
+
+VOCABULARY, WIDTH, LENGTH = 29, 16, 6
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.mix = nn.Linear(width, width)
+        self.up = nn.Linear(width, 2 * width)
+        self.down = nn.Linear(2 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.norm(x)
+        x = x + torch.tanh(self.mix(h.cumsum(1) / 3))
+        return x + self.down(F.gelu(self.up(x)))
+
+
+class TinyLM(nn.Module):
+    """Embedding, blocks, and a head tied to the embedding."""
+
+    def __init__(self, blocks: int = 3, width: int = WIDTH) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCABULARY, width)
+        self.blocks = nn.ModuleList(Block(width) for _ in range(blocks))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, VOCABULARY, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for block in self.blocks:
+            x = block(x)
+        return F.cross_entropy(self.head(self.norm(x)).flatten(0, 1).float(), targets.flatten())
+
+
+def make_model(cls: Callable[[], nn.Module] = TinyLM, seed: int = 0) -> nn.Module:
+    # The generator is the process's, and ranks are threads: models are built by one thread, and copied.
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        return cls()
+
+
+def token_batch(step: int, micro: int, rank: int, size: int = 2) -> tuple[torch.Tensor, ...]:
+    generator = torch.Generator().manual_seed(10_000 * step + 100 * micro + rank)
+    ids = torch.randint(0, VOCABULARY, (size, LENGTH + 1), generator=generator)
+    return ids[:, :-1], ids[:, 1:]
+
+
+def adamw(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=3e-3, weight_decay=0.1)
+
+
+# Training.
 
 # Positional or named inputs of a step, micro-batch and rank, or a function that computes the model's loss.
 Batch = Callable[[int, int, int], Any]
@@ -260,3 +315,44 @@ class PeakGathered:
     def take(self) -> int:
         highest, self.highest = self.highest, 0
         return highest
+
+
+# Comparing.
+
+
+@dataclass
+class Run:
+    losses: list[float] = field(default_factory=list)
+    norms: list[float] = field(default_factory=list)
+    weights: dict[str, torch.Tensor] = field(default_factory=dict)
+    extra: Any = None
+
+
+def assert_close(one: Run, other: Run, tolerance: float = 1e-5) -> None:
+    for name in ("losses", "norms"):
+        ours, theirs = torch.tensor(getattr(one, name)), torch.tensor(getattr(other, name))
+        torch.testing.assert_close(ours, theirs, rtol=tolerance, atol=0, msg=lambda m, name=name: f"{name}: {m}")
+    assert_near(one.weights, other.weights, tolerance)
+
+
+def assert_equal(one: Run, other: Run) -> None:
+    """Compare bits; of norms the value, as the order of their float64 sum follows the shards."""
+    assert one.losses == other.losses
+    assert one.norms == pytest.approx(other.norms, rel=1e-13, nan_ok=True)
+    for name, weight in other.weights.items():
+        assert torch.equal(one.weights[name], weight), name
+
+
+def assert_same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    """Compare the bits of two state_dicts."""
+    assert one.keys() == other.keys()
+    for name, value in one.items():
+        assert torch.equal(value, other[name]), name
+
+
+def assert_near(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor], tolerance: float = 1e-5) -> None:
+    """Compare the tensors that `other` has."""
+    for name, value in other.items():
+        torch.testing.assert_close(
+            one[name], value, rtol=0, atol=tolerance, equal_nan=True, msg=lambda m, n=name: f"{n}: {m}"
+        )

@@ -10,8 +10,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.compare import assert_equal, assert_near, assert_same
-from tests.engine.harness import make_model, on_ranks, train, train_engine, train_plain
+from tests.engine.harness import (
+    assert_equal,
+    assert_near,
+    assert_same,
+    make_model,
+    on_ranks,
+    train,
+    train_engine,
+    train_plain,
+)
 from tests.models import ChoosingOutOfOrder, D, Stack, sgd, vectors
 from tests.tiers.rows import ROWS, zero_block
 from torch import nn

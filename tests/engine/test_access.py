@@ -10,9 +10,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.engine.compare import assert_same
-from tests.engine.harness import engine_of, gathered, masters_of, on_ranks, settings, train, train_plain, train_step
-from tests.engine.tiny import WIDTH, TinyLM, make_model, token_batch
+from tests.engine.harness import (
+    WIDTH,
+    TinyLM,
+    assert_same,
+    engine_of,
+    gathered,
+    make_model,
+    masters_of,
+    on_ranks,
+    settings,
+    token_batch,
+    train,
+    train_plain,
+    train_step,
+)
 from tests.tiers.rows import ROWS, zero_block
 from torch.utils import dlpack
 

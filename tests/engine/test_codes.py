@@ -9,9 +9,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.engine.compare import assert_same
-from tests.engine.harness import engine_of, train, train_engine, train_plain
-from tests.engine.tiny import VOCABULARY, WIDTH, TinyLM, adamw, make_model, token_batch
+from tests.engine.harness import (
+    VOCABULARY,
+    WIDTH,
+    TinyLM,
+    adamw,
+    assert_same,
+    engine_of,
+    make_model,
+    token_batch,
+    train,
+    train_engine,
+    train_plain,
+)
 from torch import nn
 from torch.nn import functional as F
 

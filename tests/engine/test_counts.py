@@ -9,9 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.compare import assert_same
-from tests.engine.harness import PeakGathered, on_ranks, train, train_step, weights_of
-from tests.engine.tiny import TinyLM, make_model, token_batch
+from tests.engine.harness import (
+    PeakGathered,
+    TinyLM,
+    assert_same,
+    make_model,
+    on_ranks,
+    token_batch,
+    train,
+    train_step,
+    weights_of,
+)
 from torch import nn
 
 import wherry

@@ -16,9 +16,20 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.compare import assert_near, assert_same
-from tests.engine.harness import engine_of, on_ranks, settings, train, train_plain, train_step, weights_of
-from tests.engine.tiny import adamw, make_model, token_batch
+from tests.engine.harness import (
+    adamw,
+    assert_near,
+    assert_same,
+    engine_of,
+    make_model,
+    on_ranks,
+    settings,
+    token_batch,
+    train,
+    train_plain,
+    train_step,
+    weights_of,
+)
 from tests.models import Stack, sgd, vectors
 from torch import nn
 

@@ -9,9 +9,19 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.compare import Run, assert_near, assert_same
-from tests.engine.harness import engine_of, on_ranks, settings, train_engine, train_plain, weights_of
-from tests.engine.tiny import make_model, token_batch
+from tests.engine.harness import (
+    Run,
+    assert_near,
+    assert_same,
+    engine_of,
+    make_model,
+    on_ranks,
+    settings,
+    token_batch,
+    train_engine,
+    train_plain,
+    weights_of,
+)
 from tests.models import Choosing, sgd, vectors
 from tests.tiers.rows import ROWS, offload
 from torch import nn

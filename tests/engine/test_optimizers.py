@@ -11,10 +11,26 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.compare import assert_close, assert_near, assert_same
-from tests.engine.harness import engine_of, masters_of, on_ranks, settings, train, train_engine, train_plain, weights_of
+from tests.engine.harness import (
+    VOCABULARY,
+    WIDTH,
+    TinyLM,
+    adamw,
+    assert_close,
+    assert_near,
+    assert_same,
+    engine_of,
+    make_model,
+    masters_of,
+    on_ranks,
+    settings,
+    token_batch,
+    train,
+    train_engine,
+    train_plain,
+    weights_of,
+)
 from tests.engine.test_absent import OPTIMIZERS as DAMPED
-from tests.engine.tiny import VOCABULARY, WIDTH, TinyLM, adamw, make_model, token_batch
 from torch import nn
 
 import wherry

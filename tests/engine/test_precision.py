@@ -11,9 +11,22 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.compare import assert_close, assert_equal, assert_same
-from tests.engine.harness import engine_of, on_ranks, settings, train_engine, train_masters, train_plain
-from tests.engine.tiny import WIDTH, TinyLM, adamw, make_model, token_batch
+from tests.engine.harness import (
+    WIDTH,
+    TinyLM,
+    adamw,
+    assert_close,
+    assert_equal,
+    assert_same,
+    engine_of,
+    make_model,
+    on_ranks,
+    settings,
+    token_batch,
+    train_engine,
+    train_masters,
+    train_plain,
+)
 from torch import nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim import lr_scheduler as torch_schedules

@@ -11,8 +11,17 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from tests.engine.compare import Run, assert_close, assert_equal
-from tests.engine.harness import engine_of, make_model, settings, token_batch, train_plain, weights_of
+from tests.engine.harness import (
+    Run,
+    assert_close,
+    assert_equal,
+    engine_of,
+    make_model,
+    settings,
+    token_batch,
+    train_plain,
+    weights_of,
+)
 from tests.engine.harness import train as train_steps
 from tests.engine.test_codes import adamw_of_trained, coded
 from tests.warm import Pool

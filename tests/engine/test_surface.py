@@ -13,9 +13,19 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.compare import assert_near, assert_same
-from tests.engine.harness import engine_of, masters_of, on_ranks, settings, train, train_plain, weights_of
-from tests.engine.tiny import make_model, token_batch
+from tests.engine.harness import (
+    assert_near,
+    assert_same,
+    engine_of,
+    make_model,
+    masters_of,
+    on_ranks,
+    settings,
+    token_batch,
+    train,
+    train_plain,
+    weights_of,
+)
 from tests.models import Buffers, Stack, sgd, vectors
 from torch import nn
 

@@ -10,9 +10,18 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.compare import assert_close
-from tests.engine.harness import engine_of, masters_of, settings, train_engine, train_masters, train_plain
-from tests.engine.tiny import VOCABULARY, TinyLM, make_model
+from tests.engine.harness import (
+    VOCABULARY,
+    TinyLM,
+    assert_close,
+    engine_of,
+    make_model,
+    masters_of,
+    settings,
+    train_engine,
+    train_masters,
+    train_plain,
+)
 from torch import nn
 
 import wherry

@@ -9,9 +9,22 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.compare import Run, assert_close, assert_equal, assert_near
-from tests.engine.harness import PeakGathered, engine_of, gathered, on_ranks, settings, train_engine, train_plain
-from tests.engine.tiny import TinyLM, make_model, token_batch
+from tests.engine.harness import (
+    PeakGathered,
+    Run,
+    TinyLM,
+    assert_close,
+    assert_equal,
+    assert_near,
+    engine_of,
+    gathered,
+    make_model,
+    on_ranks,
+    settings,
+    token_batch,
+    train_engine,
+    train_plain,
+)
 from tests.models import MODELS, Checkpointed, Stack, sgd, vectors
 from tests.tiers.rows import offload, with_stores
 from torch import nn

@@ -10,9 +10,22 @@ from typing import Any
 import pytest
 import torch
 from tests.checkpoint.harness import Shape, load_into, save_from
-from tests.engine.compare import Run, assert_close, assert_equal, assert_near, assert_same
-from tests.engine.harness import engine_of, masters_of, on_ranks, settings, train, train_engine, train_plain
-from tests.engine.tiny import make_model, token_batch
+from tests.engine.harness import (
+    Run,
+    assert_close,
+    assert_equal,
+    assert_near,
+    assert_same,
+    engine_of,
+    make_model,
+    masters_of,
+    on_ranks,
+    settings,
+    token_batch,
+    train,
+    train_engine,
+    train_plain,
+)
 from tests.tiers.rows import offload
 
 import wherry

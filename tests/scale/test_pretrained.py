@@ -12,9 +12,19 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from tests.engine.compare import assert_same
-from tests.engine.harness import masters_of, on_ranks, settings, state_of
-from tests.engine.tiny import VOCABULARY, WIDTH, TinyLM, adamw, make_model, token_batch
+from tests.engine.harness import (
+    VOCABULARY,
+    WIDTH,
+    TinyLM,
+    adamw,
+    assert_same,
+    make_model,
+    masters_of,
+    on_ranks,
+    settings,
+    state_of,
+    token_batch,
+)
 from tests.models import MODELS
 from torch import nn
 

@@ -8,8 +8,17 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from tests.engine.compare import assert_near, assert_same
-from tests.engine.harness import PeakGathered, make_model, on_ranks, settings, state_of, train_engine, train_plain
+from tests.engine.harness import (
+    PeakGathered,
+    assert_near,
+    assert_same,
+    make_model,
+    on_ranks,
+    settings,
+    state_of,
+    train_engine,
+    train_plain,
+)
 from torch import nn
 
 import wherry

@@ -6,8 +6,16 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.compare import assert_close, assert_same
-from tests.engine.harness import adamw, make_model, settings, train, train_engine, train_plain
+from tests.engine.harness import (
+    adamw,
+    assert_close,
+    assert_same,
+    make_model,
+    settings,
+    train,
+    train_engine,
+    train_plain,
+)
 
 import wherry
 
