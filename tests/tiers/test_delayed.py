@@ -168,11 +168,15 @@ def test_a_read_between_a_forward_and_its_backward_is_told(tmp_path: Path) -> No
     engine.close()
 
 
-def test_weights_that_ctrl_c_has_held_up_arrive_later(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("then", ["settle", "train"])
+@pytest.mark.parametrize("row", ["offload-1", "offload-3"])
+def test_weights_that_ctrl_c_has_held_up_arrive_later(
+    row: str, then: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def trained(*, interrupted: bool) -> dict[str, torch.Tensor]:
-        config = offload("offload-1", tmp_path, "delayed")
+        config = offload(row, tmp_path, "delayed")
         config["wherry"]["delayed_update_warmup"] = 1
-        engine = engine_of(make_model(), settings(1, more=config))
+        engine = engine_of(make_model(), settings(ROWS[row][0], more=config))
         train_steps(engine, 3)
         if interrupted:
             sent = itertools.count()
@@ -187,6 +191,9 @@ def test_weights_that_ctrl_c_has_held_up_arrive_later(tmp_path: Path, monkeypatc
                 patch.setattr(Link, "up", up)
                 engine.settle()
             assert next(sent) == 2
+        if then == "settle" or not interrupted:
+            engine.settle()
+        train_steps(engine, 4, 3)
         engine.settle()
         weights = weights_of(engine)
         engine.close()

@@ -361,7 +361,7 @@ class UpdateBucket:
         self._fresh = [weights.clone() if self.on_disk else weights for weights in self.working()]
 
     def publish(self) -> list[Ticket]:
-        """Send the working weights that it holds to where flats have theirs; it holds them until `end_publish`."""
+        """Copy the working weights that it holds to the flats; drop them after all copies, so that it can be repeated."""
         assert self._fresh is not None, self.name
         with ExitStack() as opened:
             for state in self.states:
@@ -370,11 +370,10 @@ class UpdateBucket:
             tickets = [self._send(*place, part) for place, part in zip(self.spans, self._fresh, strict=True)]
             for ticket in tickets if self.on_device else ():
                 ticket.finish()  # before it is stored
-            return tickets
-
-    def end_publish(self) -> None:
-        """The weights have arrived; who was interrupted before sends them again."""
+        for ticket in tickets:
+            ticket.wait()
         self._fresh = None
+        return tickets
 
     def send(self, piece: UpdatePiece, fence: Ticket) -> list[Ticket]:
         """The working weights of what was updated, to where flats have theirs: what rests elsewhere has been fetched.

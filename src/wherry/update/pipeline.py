@@ -154,9 +154,6 @@ class BucketPipeline:
         """The update has made its weights: gather what every rank holds whole."""
         if self.bucket.holds_weights:
             self._published = self.bucket.publish()
-            for ticket in self._published:
-                ticket.wait()
-            self.bucket.end_publish()
         for flats in self.together:
             wholes, shards = [flat.whole for flat in flats], [flat.shard_memory for flat in flats]
             names = [flat.name for flat in flats]

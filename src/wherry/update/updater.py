@@ -433,7 +433,10 @@ class Updater:
         if under_way:
             self._refuse_fork()
             self.check_whole()
-            self._publish([pipeline for pipeline in under_way if pipeline.phase is Phase.PENDING])
+            pending = [pipeline for pipeline in under_way if pipeline.phase is Phase.PENDING]
+            for flat in [flat for pipeline in pending for flat in pipeline.flats if not flat.pending]:
+                flat.begin_update()  # should Ctrl-C end this halfway, the next use goes on with it
+            self._publish(pending)
             self._wait_for_gathers(under_way)
 
     def flush(self) -> None:
