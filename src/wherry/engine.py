@@ -112,8 +112,8 @@ class Engine(nn.Module):
         )
         self._halves_inputs = config.fp16.enabled and config.fp16.auto_cast
         self._log = get_logger(topology.global_rank)
-        synchronise = None if self.device.type == "cpu" else partial(torch.accelerator.synchronize, self.device)
-        self._reporter = Reporter(config, topology.traffic, self._log, synchronise)
+        synchronize = None if self.device.type == "cpu" else partial(torch.accelerator.synchronize, self.device)
+        self._reporter = Reporter(config, topology.traffic, self._log, synchronize)
         self._nonfinite = NonFinite(config.nonfinite(), topology, units, gradients, self._scaler, self._log)
         beside = offload.policy.beside
         self._hooks = Hooks(module, units, gatherer, gradients, self, updates_beside=beside, layer_major=major)

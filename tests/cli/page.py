@@ -69,8 +69,8 @@ def _sections(command: str, parser: argparse.ArgumentParser, meaning: str, depth
             if isinstance(action, argparse._HelpAction) or action.help == argparse.SUPPRESS or not chosen:
                 continue
             # The same flag with underscores is understood, and not told of.
-            spelt = {name.replace("_", "-"): name for name in reversed(action.option_strings)}
-            names = ", ".join(f"`{name}`" for name in reversed(spelt.values())) or f"`{_value(action)}`"
+            spelled = {name.replace("_", "-"): name for name in reversed(action.option_strings)}
+            names = ", ".join(f"`{name}`" for name in reversed(spelled.values())) or f"`{_value(action)}`"
             value = f" `{_value(action)}`" if action.option_strings and action.nargs != 0 else ""
             meaning = argparse.HelpFormatter(parser.prog)._expand_help(action) if action.help else ""
             rows.append(f"| {names}{value} | {_text(meaning)} |")

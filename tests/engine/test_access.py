@@ -210,7 +210,10 @@ def test_load_state_dict_reaches_shards_and_masters(stage: int, master: str) -> 
 CALLS: dict[str, Callable[[Any, Path], Any]] = {
     "state_dict": lambda engine, folder: engine.module.state_dict(),
     "load_state_dict": lambda engine, folder: engine.module.load_state_dict({}),
-    "gathered": lambda engine, folder: wherry.gathered(engine.module.norm, modifier_rank=0).__enter__(),
+    # To read, or, where every rank has the weights, to edit.
+    "gathered": lambda engine, folder: wherry.gathered(
+        engine.module.norm, modifier_rank=None if engine.placement.parameters.partitioned else 0
+    ).__enter__(),
     "gathered_for_generation": lambda engine, folder: wherry.gathered_for_generation(engine).__enter__(),
     "unwrap": lambda engine, folder: engine.unwrap(),
     "save_checkpoint": lambda engine, folder: engine.save_checkpoint(folder),

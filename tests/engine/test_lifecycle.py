@@ -280,7 +280,8 @@ def test_a_load_recovers_from_a_failed_update(policy: str, tmp_path: Path, monke
             fails.clear()
             other = tmp_path / "other"
             save, export = partial(engine.save_checkpoint, other), partial(engine.save_16bit_model, other)
-            for call in (save, export, lambda: engine.states, engine.module.state_dict, engine.unwrap):
+            forward = partial(engine.module, *token_batch(0, 0, 0))
+            for call in (forward, save, export, lambda: engine.states, engine.module.state_dict, engine.unwrap):
                 with pytest.raises(WherryError, match="not those of one step"):
                     call()
             assert not other.exists()

@@ -25,7 +25,8 @@ asan() (
   programs "$top/build/asan"
   # A copy of the project, as an editable install finds its own sources before those of PYTHONPATH.
   mkdir "$scratch/project"
-  copy=$(cd "$top" && "$python" -c "from tests.mutants.__main__ import *; print(copy_project(ROOT, Path('$scratch/project')))")
+  plant='from pathlib import Path; from tests.mutants.__main__ import ROOT, copy_project; import sys'
+  copy=$(cd "$top" && "$python" -c "$plant; print(copy_project(ROOT, Path(sys.argv[1])))" "$scratch/project")
   cp "$top/build/asan/libwherry.so" "$scratch/project/src/wherry/native/libwherry.so"
   echo "== Python tests on the instrumented library"
   # Only the library is instrumented, so what the interpreter leaves allocated is not looked at.

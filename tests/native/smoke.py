@@ -23,7 +23,8 @@ def main() -> None:
             engine.step()
             losses.append(loss.item())
     assert losses[-1] < losses[0], losses
-    print(f"{wherry.__file__}: {wherry.__version__}, {native.isa()} kernels, torch {torch.__version__}")
+    kernels = " ".join(native.available_isas())
+    print(f"{wherry.__file__}: {wherry.__version__}, {kernels} kernels, torch {torch.__version__}")
 
 
 if __name__ == "__main__":

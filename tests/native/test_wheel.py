@@ -60,7 +60,7 @@ def test_one_wheel_serves_every_python(sdist, tmp_path):
     assert {"wherry/__init__.py", "wherry/cli/__init__.py", "wherry/py.typed"} <= set(names)
     assert not [name for name in names if name.startswith("wherry/native/src") or name.endswith((".cpp", ".h", ".o"))]
     trained = run_installed(wheel, tmp_path, "python", ROOT / "tests" / "native" / "smoke.py")
-    assert f", {native.available_isas()[0]} kernels, " in trained
+    assert f", {' '.join(native.available_isas())} kernels, " in trained
 
 
 def test_without_a_compiler_the_fallback_is_installed(sdist, tmp_path):

@@ -31,7 +31,7 @@ def test_nothing_is_made_without_a_reader():
 
 def test_the_wall_clock_adds_up_and_waits_for_the_device_also_after_an_exception():
     waits = []
-    spans = Spans(wall_clock=True, synchronise=lambda: waits.append(1))
+    spans = Spans(wall_clock=True, synchronize=lambda: waits.append(1))
     for _ in range(3):
         with suppress(KeyError), spans("forward"), spans("gather"):
             raise KeyError

@@ -263,20 +263,22 @@ def test_a_second_thread_is_refused_wherever_the_first_is(
             engine.step()
         train_step(engine, 2, 0)
         assert engine.global_steps == 3 and not list(tmp_path.iterdir())
-        found = weights_of(engine)
+        weights = weights_of(engine)
         engine.close()
-        return found
+        return weights
 
     def disturbed(engine: Any) -> None:
         mine = Program(engine, engine.module, engine(*token_batch(1, 0, 0)), tmp_path)
-        told = "thread MainThread has come to this engine while thread first_0 is inside"
+        message = "thread MainThread has come to this engine while thread first_0 is inside"
         with ThreadPoolExecutor(1, "first") as thread:
             call = thread.submit(FIRST[first](engine, stop))
             assert stop.here.wait(50)
-            for name in (list(SECOND) * 2)[OF_EACH * number :][:OF_EACH]:
-                with pytest.raises(WherryError, match=told):
-                    SECOND[name](mine)
-            stop.goes_on.set()
+            try:
+                for name in (list(SECOND) * 2)[OF_EACH * number :][:OF_EACH]:
+                    with pytest.raises(WherryError, match=message):
+                        SECOND[name](mine)
+            finally:
+                stop.goes_on.set()
             call.result()
 
     monkeypatch.setattr(Updater, "step", step)

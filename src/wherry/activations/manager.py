@@ -63,7 +63,7 @@ class Activations:
                 store, beneath, smallest=smallest, partition=partition, weights=self._weights, device=self.device
             )
         self._log = get_logger(topology.global_rank)
-        self._spans = Spans(wall_clock=block.profile, synchronise=self._synchronise if block.profile else None)
+        self._spans = Spans(wall_clock=block.profile, synchronize=self._synchronize if block.profile else None)
         self._counts: SavedBytes | None = None
         self.policies = self._first_policies()
         self._wrapped: list[StandIn] = []
@@ -141,7 +141,7 @@ class Activations:
         self, name: str, fn: Callable[..., T], args: tuple[Any, ...], kwargs: dict[str, Any], unit: Unit | None
     ) -> T:
         if self.block.synchronize_checkpoint_boundary:
-            self._synchronise()
+            self._synchronize()
 
         def contexts() -> ContextPair:
             first, second = selective(self._save_operations)
@@ -156,7 +156,7 @@ class Activations:
         """Around a recomputation, in backward, which takes results that were `kept` from there."""
         self._recomputations += 1
         if self.block.synchronize_checkpoint_boundary:
-            self._synchronise()
+            self._synchronize()
         with self._spans(f"wherry::recompute ({name})"):
             if unit is not None:
                 self._gather(unit)
@@ -204,6 +204,6 @@ class Activations:
     def _weight_storages(self) -> set[int]:
         return {weight.untyped_storage()._cdata for weight in self._weights()}
 
-    def _synchronise(self) -> None:
+    def _synchronize(self) -> None:
         if self.device.type != "cpu":
             torch.accelerator.synchronize(self.device)

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 BAR = 40
 # What each is on a terminal, where colors are fewer than on a page, and in words.
-COLOURS = {
+COLORS = {
     "parameters": ("cyan", "working weights"),
     "gradients": ("yellow", "of the working weights"),
     "optimizer": ("blue", "what the optimizer keeps"),
@@ -35,7 +35,7 @@ def show(screen: Screen, now: Estimate) -> None:
     screen.print()
     rows = table("bytes of a rank", "rest on", ">", "", min_width=14)
     for category, place, nbytes, meaning in _rows(now):
-        rows.add_row(f"[{COLOURS[category][0]}]■[/] {category}", place, nbytes, f"[dim]{meaning}[/]")
+        rows.add_row(f"[{COLORS[category][0]}]■[/] {category}", place, nbytes, f"[dim]{meaning}[/]")
     screen.print(rows)
     screen.print()
     for use in now.uses:
@@ -61,7 +61,7 @@ def _bar(use: Use) -> str:
         reached += nbytes
         end = max(1, round(BAR * reached / max(use.needed, use.usable)))
         inside = max(drawn, min(end, limit)) if not use.fits else end
-        bar += f"[{COLOURS[category][0]}]{'█' * (inside - drawn)}{'▒' * (end - inside)}[/]"
+        bar += f"[{COLORS[category][0]}]{'█' * (inside - drawn)}{'▒' * (end - inside)}[/]"
         drawn = end
     return f"{bar}[dim]{'░' * (BAR - drawn)}[/]"
 
@@ -95,7 +95,7 @@ def _rows(now: Estimate) -> Iterator[tuple[str, str, str, str]]:
     for row in now.rows:
         if row.bytes:
             place = place_name(row.tier, gpu=now.machine.gpus > 0)
-            yield row.category, place, size(row.bytes), COLOURS[row.category][1]
+            yield row.category, place, size(row.bytes), COLORS[row.category][1]
 
 
 def _needed(use: Use, now: Estimate) -> str:

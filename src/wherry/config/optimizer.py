@@ -201,7 +201,7 @@ def _known_to_torch(name: str) -> bool:
 
 
 def optimizer_name(value: Any) -> str:
-    """An optimizer's name as it is spelt, or an error that says which one may be meant."""
+    """An optimizer's name as it is spelled, or an error that says which one may be meant."""
     if not isinstance(value, str):
         raise ValueError(f"expected the name of an optimizer, got {shown(value)}")
     name = named(value, (*OPTIMIZERS, *TORCH_ELEMENTWISE, *REFUSED)) or value

@@ -13,7 +13,7 @@ from rich.text import Text
 from wherry.config.problems import did_you_mean
 from wherry.errors import WherryError, printable
 from wherry.finetune.encoding import IGNORED, BadRow, Encoder, Example
-from wherry.finetune.formats import KNOWN, Format, recognise
+from wherry.finetune.formats import KNOWN, Format, recognize
 from wherry.finetune.reading import Source, quiet, read
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ def load_examples(
     skip_bad: bool = False,
     samples: int = 3,
 ) -> Examples:
-    """Read, check and tokenise; what is wrong with rows is one error that names them.
+    """Read, check and tokenize; what is wrong with rows is one error that names them.
 
     Rows of more than `sequence` tokens lose their end (`keep_end`: their beginning), and are left out if nothing to
     learn remains; of pretraining they become several. What is made is kept in the cache of `datasets`, under a name
@@ -74,7 +74,7 @@ def load_examples(
         raise WherryError("finetune: --eval-split: --eval-data says what to evaluate on; leave one of the two out")
     with quiet():
         source = read(data)
-        rows, format = _recognised(source, source.rows, method, columns)
+        rows, format = _recognized(source, source.rows, method, columns)
         encoder = Encoder(tokenizer, format, rows[0], source.name)
         made = _Made(encoder, sequence, keep_end, skip_bad)
         notes = list(source.notes)
@@ -111,7 +111,7 @@ def _rows(count: int) -> str:
 # Which rows.
 
 
-def _recognised(
+def _recognized(
     source: Source, rows: Dataset, method: str | None, renamed: Mapping[str, str] | None
 ) -> tuple[Dataset, Format]:
     """The rows with the columns of their format, by its names."""
@@ -131,7 +131,7 @@ def _recognised(
         if ours != theirs:
             rows = rows.remove_columns([ours]) if ours in rows.column_names else rows
             rows = rows.rename_column(theirs, ours)
-    format = recognise(rows.column_names, method, source.name)
+    format = recognize(rows.column_names, method, source.name)
     rows = rows.select_columns(list(format.columns.values()))
     # In two steps, as one column may have the name that another one gets.
     rows = rows.rename_columns({theirs: f"_{ours}" for ours, theirs in format.columns.items()})
@@ -140,7 +140,7 @@ def _recognised(
 
 def _alike(source: Source, rows: Dataset, format: Format, renamed: Mapping[str, str] | None) -> Dataset:
     """Rows to evaluate on, which are what the others are."""
-    found, other = _recognised(source, rows, format.method, renamed)
+    found, other = _recognized(source, rows, format.method, renamed)
     if other.kind is not format.kind:
         raise WherryError(
             f"finetune: {source.name} has {other.kind.name}, and the rows to train on are {format.kind.name}; "

@@ -220,12 +220,12 @@ class Encoder:
                 waiting.append((examples, each))
                 size += len(each.text)
                 if size > _AT_ONCE:
-                    self._tokenise(waiting)
+                    self._tokenize(waiting)
                     waiting, size = [], 0
-        self._tokenise(waiting)
+        self._tokenize(waiting)
         return found
 
-    def _tokenise(self, waiting: Sequence[tuple[list[Example], Rendered]]) -> None:
+    def _tokenize(self, waiting: Sequence[tuple[list[Example], Rendered]]) -> None:
         for special in (True, False):
             chosen = [(examples, each) for examples, each in waiting if each.special == special]
             encodings = self._encodings([each.text for _, each in chosen], special)

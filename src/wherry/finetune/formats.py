@@ -58,7 +58,7 @@ class Format:
     unused: tuple[str, ...]
 
 
-def recognise(columns: Sequence[str], method: str | None, name: str) -> Format:
+def recognize(columns: Sequence[str], method: str | None, name: str) -> Format:
     """What rows with these columns are; an error lists what they might have been."""
     fits = [(kind, found) for kind in KINDS if (found := _fit(kind, columns)) is not None]
     if not fits:

@@ -45,12 +45,12 @@ class Reporter:
         config: Config,
         traffic: Callable[[], Iterable[tuple[str, Traffic]]],
         log: RankLogger,
-        synchronise: Callable[[], object] | None,
+        synchronize: Callable[[], object] | None,
     ) -> None:
         self.monitor = Monitor(config.to_dict(), log.rank)
         if self.monitor.enabled and config.train_batch_size is config.train_micro_batch_size_per_gpu is None:
             log.warning("train_micro_batch_size_per_gpu: not given, so `samples` counts each micro-batch as one")
-        self.spans = Spans(wall_clock=config.wall_clock_breakdown, synchronise=synchronise)
+        self.spans = Spans(wall_clock=config.wall_clock_breakdown, synchronize=synchronize)
         # Operations of the step that `flops_profiler` names; None before it.
         self.flops: int | None = None
         self.counted: FlopCount | None = None

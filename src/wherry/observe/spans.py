@@ -22,7 +22,7 @@ def span(phase: str, what: str = "") -> AbstractContextManager[object]:
 class Spans:
     """An engine's spans. With no profiler recording and no wall clock, entering one costs a function call.
 
-    `synchronise` makes the wall clock wait for the device, so that the time of a span is that of its own work.
+    `synchronize` makes the wall clock wait for the device, so that the time of a span is that of its own work.
 
     >>> spans = Spans(wall_clock=True)
     >>> with spans("wherry::gather (blocks.3)"):
@@ -31,11 +31,11 @@ class Spans:
     1
     """
 
-    def __init__(self, *, wall_clock: bool = False, synchronise: Callable[[], object] | None = None) -> None:
+    def __init__(self, *, wall_clock: bool = False, synchronize: Callable[[], object] | None = None) -> None:
         self.wall_clock = wall_clock
         # Of each time that a span ran.
         self.seconds: dict[str, list[float]] = {}
-        self._synchronise = synchronise or (lambda: None)
+        self._synchronize = synchronize or (lambda: None)
 
     def __call__(self, name: str) -> AbstractContextManager[object]:
         if self.wall_clock:
@@ -45,12 +45,12 @@ class Spans:
     @contextmanager
     def _timed(self, name: str) -> Iterator[None]:
         with torch.profiler.record_function(name):
-            self._synchronise()
+            self._synchronize()
             start = time.perf_counter()
             try:
                 yield
             finally:
-                self._synchronise()
+                self._synchronize()
                 self.seconds.setdefault(name, []).append(time.perf_counter() - start)
 
     def breakdown(self) -> str:

@@ -567,7 +567,7 @@ class ProcessGroupComm(Comm):
     def read(self, tensor: torch.Tensor) -> list[float]:
         if tensor.device.type == "cpu":
             return tensor.tolist()
-        # A synchronisation would wait without end for a rank that is gone; an event can be asked.
+        # A synchronization would wait without end for a rank that is gone; an event can be asked.
         host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
         host.copy_(tensor, non_blocking=True)
         event = torch.Event(tensor.device)

@@ -18,7 +18,7 @@ from wherry.parallel.topology import Topology
 from wherry.sharding import grouping
 from wherry.sharding.grouping import UnitPlan
 from wherry.sharding.layout import FlatLayout, lay_out
-from wherry.sharding.meta import Materialiser, pieces, source_of, write
+from wherry.sharding.meta import Materializer, pieces, source_of, write
 from wherry.sharding.param_shard import own_values, shard_of, take
 from wherry.sharding.quantized import flat_kind, prepare, quantize, scales
 from wherry.sharding.safetensors_folder import TensorSource
@@ -82,11 +82,11 @@ class Builder:
             for module in model.modules()
             if (weight := module._parameters.get("weight")) is not None and type(weight) is not nn.Parameter
         }
-        materialiser = Materialiser(model, self.device)
+        materializer = Materializer(model, self.device)
         for index, plan in enumerate(plans):
-            flats = self._flats(plan, materialiser, sources)
+            flats = self._flats(plan, materializer, sources)
             units.append(Unit(index, plan.name, plan.modules, flats, root=plan.root))
-        materialiser.finish()
+        materializer.finish()
         place_scales(model, self.device, self.comm)
         nbytes = Counter[nn.Parameter]()
         for scale in scales(model):
@@ -108,7 +108,7 @@ class Builder:
             )  # fmt: skip
 
     def _flats(
-        self, plan: UnitPlan, materialiser: Materialiser, sources: dict[nn.Parameter, TensorSource]
+        self, plan: UnitPlan, materializer: Materializer, sources: dict[nn.Parameter, TensorSource]
     ) -> list[Flat]:
         kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
         for name, parameter in plan.parameters:
@@ -124,7 +124,7 @@ class Builder:
             kind = flat_kind(parameter, self.working_dtype)[0], parameter.requires_grad
             kinds.setdefault(kind, []).append((name, parameter))
         parameters = [parameter for _, parameter in plan.parameters]
-        materialiser.leave_to_files(parameters)
+        materializer.leave_to_files(parameters)
         # One after the other: no more is held twice than one has.
         laid_out: Iterable[tuple[Flat, torch.Tensor]] = (
             self._lay_out(plan.name + _suffix(dtype, trainable, kinds), dtype, trainable, members, sources)
@@ -143,7 +143,7 @@ class Builder:
                 and parameter.is_contiguous()
                 and parameter.dtype == values.dtype
             }
-            materialiser.fill(parameters, None if plan.root else plan.modules[0], memory)
+            materializer.fill(parameters, None if plan.root else plan.modules[0], memory)
         return [self._filled(flat, values, sources, memory) for flat, values in laid_out]
 
     def _prepare(self, name: str, parameter: nn.Parameter) -> None:

@@ -198,7 +198,7 @@ def write(start: int, values: torch.Tensor, target: torch.Tensor, begin: int = 0
 # What has no values in files.
 
 
-class Materialiser:
+class Materializer:
     """Gives values to what is on the meta device, as many modules at a time as hold the parameters asked for.
 
     A module's `reset_parameters` initializes its own parameters and buffers; models of `transformers` have

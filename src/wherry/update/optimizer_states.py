@@ -361,7 +361,7 @@ class UpdateBucket:
         self._fresh = [weights.clone() if self.on_disk else weights for weights in self.working()]
 
     def publish(self) -> list[Ticket]:
-        """Copy the working weights that it holds to the flats; drop them after all copies, so that it can be repeated."""
+        """Copy the working weights that it holds to the flats. They are dropped last, so that it can be repeated."""
         assert self._fresh is not None, self.name
         with ExitStack() as opened:
             for state in self.states:
