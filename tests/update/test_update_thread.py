@@ -110,7 +110,7 @@ def test_ctrl_c_breaks_an_engine_where_an_update_is_left_unfinished(done: bool) 
     storages: Any = SimpleNamespace(link=link)
     updater: Any = Updater([], SoloComm(), storages, UpdatePolicy(), Merging(0), alone=True)
     job = CallbackTicket(interrupt, lambda: done)
-    updater.pipelines = [SimpleNamespace(phase=Phase.PENDING, job=job, gathers=[])]
+    updater.pipelines = [SimpleNamespace(phase=Phase.PENDING, job=job, gathers=[], flats=[])]
     with pytest.raises(KeyboardInterrupt):
         updater.settle()
     assert (updater.broken is not None) == done
