@@ -184,10 +184,11 @@ def phi() -> Any:
     ],
 )  # fmt: skip
 def test_what_cannot_be_shared_out_is_told(make: Any, ranks: int, config: Any, change: Any, told: str) -> None:
+    model, config = make(), {"wherry": {"context_parallel": 2}, **config}
+
     def body(comm: Comm) -> None:
-        engine, *_ = wherry.initialize(
-            model=make(), mesh=comm, config={"wherry": {"context_parallel": 2}, **config}, optimizer=torch.optim.SGD
-        )
+        own = copy.deepcopy(model)
+        engine, *_ = wherry.initialize(model=own, mesh=comm, config=config, optimizer=torch.optim.SGD)
         engine(**{**batch_of(comm.rank if change is None else 0), **(change or {})})
 
     with pytest.raises(WherryError, match=told):
