@@ -278,8 +278,11 @@ def _run(command: list[str]) -> None:
     """Run a program as an interpreter with these arguments does, and end as it does."""
     status = 0
     try:
-        while command[0] in ("-I", "-S", "-u"):
-            if command.pop(0) == "-u":
+        while command[0] in ("-I", "-S", "-P", "-u"):
+            flag = command.pop(0)
+            if flag == "-P":
+                del sys.path[0]
+            elif flag == "-u":
                 sys.stdout = io.TextIOWrapper(io.FileIO(1, "wb", closefd=False), "utf-8", write_through=True)
         sys.argv = command
         main = ModuleType("__main__")
