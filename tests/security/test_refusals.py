@@ -175,6 +175,7 @@ ROWS: list[tuple[str, str, Any, str | None]] = [
     ("manifest", "engine/norm", "large", "counts: norm is 'large', expected the like of"),
     ("manifest", "engine/window", "open", "window is a str, expected a dict"),
     ("manifest", "engine/lr_scheduler", [1], "the state of the learning rate schedule is a list"),
+    ("manifest", "engine/lr_scheduler/min_lrs", None, "min_lrs is 'None', expected the like of"),
     ("manifest", "engine/lr_scheduler", more(step=3), "schedule has 'step', which is none of its own"),
     ("manifest", "ranks/0", more(objects=[1]), "objects: expected them by parameter, got a list"),
     # The header of a checkpoint's file.

@@ -486,7 +486,7 @@ def _check_alike(own: Mapping[str, Any], found: Any, what: str) -> None:
 
 def _alike(own: Any, value: Any) -> bool:
     if own is None or value is None:
-        return True
+        return own is None or not isinstance(own, list | tuple | dict)
     if isinstance(own, list | tuple) and isinstance(value, list | tuple):
         return len(own) == len(value) and all(map(_alike, own, value))
     if isinstance(own, dict) and isinstance(value, dict):
