@@ -61,5 +61,5 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         repository = config.repo_url
         return f"[{text}]({repository}/blob/main/{place})" if repository else text
 
-    # What a console shows without a prompt would not be colored.
+    # Color console output that has no prompt as well.
     return LINK.sub(follow, markdown).replace("```console", "```bash")

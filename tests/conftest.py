@@ -35,7 +35,7 @@ STARTS_PROCESS = {
     "subprocess.Popen", "os.fork", "os.forkpty", "os.posix_spawn", "os.system", "multiprocessing.Process.start"
 }  # fmt: skip
 FAST_CPU_SECONDS = 1.5
-# Of `_spin` on a core of 2025, for which the limit was chosen; slower cores have more.
+# CPU time of `_spin` on a core of 2025. The limit was chosen for such a core, and grows with the time of a slower one.
 SPIN_SECONDS = 0.02
 # Imports are paid once a worker, by whichever test comes first.
 MANY_MODULES = 40

@@ -105,9 +105,9 @@ def test_any_layout_to_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name
     def body(engine: Any, comm: Comm) -> None:
         train(engine, comm, 1, first=7)
         engine.load_checkpoint(tmp_path / "saved")
-        found = state_of(engine, everywhere=False)
+        loaded = state_of(engine, everywhere=False)
         if comm.rank == 0:
-            assert_same(states, found)
+            assert_same(states, loaded)
 
     on(target, body, model=model, optimizer=optimizer)
 

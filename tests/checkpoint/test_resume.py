@@ -26,7 +26,7 @@ from wherry.update.optimizer import Lion
 
 LOW = {**VOUCHED, **BF16, "wherry": {"master": "whole"}}
 ON_HOST = {**LOW, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
-# Those whose states are of other kinds than those of the optimizers in tests/life.py, and engines that save and load.
+# Optimizers whose kinds of state tests/life.py does not have, each with a shape to save and one to load.
 OPTIMIZERS: dict[str, tuple[Any, Shape, Shape]] = {
     "dampened SGD": (partial(torch.optim.SGD, lr=0.1, momentum=0.9, dampening=0.1), Shape(2, 2), Shape(2, 3)),
     "plain SGD": (partial(torch.optim.SGD, lr=0.1), Shape(2, 2), Shape(2, 3)),

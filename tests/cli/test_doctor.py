@@ -70,11 +70,11 @@ def test_what_the_system_is_short_of(monkeypatch):
     seen = HostMemory(resident=0, peak=0, available=900 * MIB, total=1000 * MIB)
     monkeypatch.setattr(memory, "host_memory", lambda: seen)
     monkeypatch.setattr(shutil, "disk_usage", lambda _: Usage(1000 * MIB, 0, 900 * MIB))
-    found = findings()
-    assert found["host memory"].verdict == PROBLEM and "free some" in found["host memory"].advice
+    results = findings()
+    assert results["host memory"].verdict == PROBLEM and "free some" in results["host memory"].advice
     for name, words in (("disk space here", "12 bytes a parameter"), ("shared memory", "--shm-size")):
-        assert found[name].verdict == NOTE and words in found[name].advice, name
-    assert "900.0 MiB free" in found["disk space here"].found
+        assert results[name].verdict == NOTE and words in results[name].advice, name
+    assert "900.0 MiB free" in results["disk space here"].found
 
 
 def test_versions_that_are_too_old(monkeypatch):
@@ -86,17 +86,17 @@ def test_versions_that_are_too_old(monkeypatch):
         return {"transformers": "4.40.1.dev0", "accelerate": "1.10rc1"}.get(name, "99")
 
     monkeypatch.setattr(metadata, "version", version)
-    found = findings()
-    assert found["torch"].verdict == NOTE and "2.9 to 2.14" in found["torch"].advice
+    results = findings()
+    assert results["torch"].verdict == NOTE and "2.9 to 2.14" in results["torch"].advice
     advice = "5 or newer is known to work: pip install -U 'transformers>=5'"
-    assert (found["transformers"].verdict, found["transformers"].advice) == (NOTE, advice)
-    assert found["accelerate"].verdict == OK and found["not installed"].found == "trl; none is needed"
+    assert (results["transformers"].verdict, results["transformers"].advice) == (NOTE, advice)
+    assert results["accelerate"].verdict == OK and results["not installed"].found == "trl; none is needed"
 
 
 def test_extras_of_an_uninstalled_wherry_are_not_examined(monkeypatch):
     monkeypatch.setattr(metadata, "requires", mock.Mock(side_effect=metadata.PackageNotFoundError))
-    found = findings()["Wherry"]
-    assert (found.found, found.verdict) == ("run from its sources", NOTE) and "pip install wherry" in found.advice
+    result = findings()["Wherry"]
+    assert (result.found, result.verdict) == ("run from its sources", NOTE) and "pip install wherry" in result.advice
 
 
 def test_gpus_that_lack_something_and_those_of_other_kinds(monkeypatch):
@@ -111,9 +111,9 @@ def test_gpus_that_lack_something_and_those_of_other_kinds(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Device("Some GPU", 8 << 30))
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7 + index, 0))
     monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: False)
-    found = findings()
-    assert found["collectives"].verdict == PROBLEM and "nccl" in found["collectives"].advice
-    old = found["GPU"]
+    results = findings()
+    assert results["collectives"].verdict == PROBLEM and "nccl" in results["collectives"].advice
+    old = results["GPU"]
     assert (old.verdict, old.advice) == (NOTE, "GPU 0 computes bf16 slowly: use fp16, or fp32")
     assert old.found.endswith("Some GPU with 8.0 GiB; torch for 12.6")
     monkeypatch.setattr("wherry.plan.rates.gpus_here", lambda: [torch.device("xpu", index) for index in range(2)])
@@ -124,10 +124,10 @@ def test_gpus_that_lack_something_and_those_of_other_kinds(monkeypatch):
 
 def test_a_machine_without_torch_is_looked_at_all_the_same(monkeypatch):
     monkeypatch.setitem(sys.modules, "torch", None)
-    found = findings()
-    assert found["torch"].verdict == PROBLEM and "pip install torch" in found["torch"].advice
-    assert found["GPU"].verdict == NOTE and "torch" in found["GPU"].advice
-    assert {"host memory", "disk space here"} <= found.keys()
+    results = findings()
+    assert results["torch"].verdict == PROBLEM and "pip install torch" in results["torch"].advice
+    assert results["GPU"].verdict == NOTE and "torch" in results["GPU"].advice
+    assert {"host memory", "disk space here"} <= results.keys()
 
 
 def test_what_makes_states_on_the_host_and_the_disk_slower(monkeypatch, tmp_path):
@@ -140,7 +140,7 @@ def test_what_makes_states_on_the_host_and_the_disk_slower(monkeypatch, tmp_path
     pages.write_text("always madvise [never]\n")
     resource = pytest.importorskip("resource", reason="limits of a process are those of Unix")
     monkeypatch.setattr(resource, "getrlimit", lambda which: (8 * MIB, 8 * MIB))
-    found = findings()
-    assert found["NUMA"].verdict == NOTE and "--numa-binding node" in found["NUMA"].advice
-    assert found["locked memory"].found == "limit 8.0 MiB" and "ulimit -l" in found["locked memory"].advice
-    assert found["huge pages"].found == "never" and "madvise" in found["huge pages"].advice
+    results = findings()
+    assert results["NUMA"].verdict == NOTE and "--numa-binding node" in results["NUMA"].advice
+    assert results["locked memory"].found == "limit 8.0 MiB" and "ulimit -l" in results["locked memory"].advice
+    assert results["huge pages"].found == "never" and "madvise" in results["huge pages"].advice

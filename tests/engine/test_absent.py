@@ -147,7 +147,7 @@ def test_an_order_that_all_ranks_share_at_first() -> None:
 
 
 class Along(Stack):
-    """Blocks that run along a given path."""
+    """Run the blocks of a given path."""
 
     path: list[int] = []  # noqa: RUF012
 

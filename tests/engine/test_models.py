@@ -182,7 +182,7 @@ class DetachedWeight(Stack):
 
 
 class LaterWeight(Stack):
-    """Blocks that use a weight of the last one, whose gradient comes after the backward of all."""
+    """Use a weight of the last block in all of them: its gradient is complete after the backward of all."""
 
     def run(self, x: torch.Tensor) -> torch.Tensor:
         for block in self.blocks:

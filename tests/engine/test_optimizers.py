@@ -177,7 +177,7 @@ def test_lossy_moments(stage: int, dtype: str, per_element: float, tolerance: fl
     assert lossy.extra == pytest.approx(exact.extra * per_element / 8, rel=0.02)
 
 
-# `optimizer.state_dict()`: a script saves and loads it as torch's, and training goes on to the bit.
+# Save and load `optimizer.state_dict()`, and train on to the same bits.
 
 LOW = {"bf16": {"enabled": True}}
 HOST = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}

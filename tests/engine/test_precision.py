@@ -263,7 +263,7 @@ class Line(nn.Module):
 class Seen:
     """Observations of one rank, step by step."""
 
-    # As the pattern: x for a skipped step.
+    # Write x for a skipped step, as in the pattern.
     steps: str = ""
     overflows: str = ""
     scales: list[float] = field(default_factory=list)

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from wherry.plan.estimate import Estimate, Use
 
 BAR = 40
-# What each is on a terminal, where colors are fewer than on a page, and in words.
+# By category: its color on a terminal, and its meaning.
 COLORS = {
     "parameters": ("cyan", "working weights"),
     "gradients": ("yellow", "of the working weights"),

@@ -435,7 +435,7 @@ class Updater:
             self.check_whole()
             pending = [pipeline for pipeline in under_way if pipeline.phase is Phase.PENDING]
             for flat in [flat for pipeline in pending for flat in pipeline.flats if not flat.pending]:
-                flat.begin_update()  # should Ctrl-C end this halfway, the next use goes on with it
+                flat.begin_update()  # after a Ctrl-C in here, the next use settles
             self._publish(pending)
             self._wait_for_gathers(under_way)
 
