@@ -105,22 +105,17 @@ def split(master: Tensor, hi: Tensor, low: Tensor) -> None:
     master, hi, low = master.view(-1), hi.view(-1), low.view(-1)
     for at in _chunks(master):
         raw = _bits(master[at])
-        below = raw & 0xFFFF
-        upper = torch.where(master[at].isnan(), raw, raw + 0x8000) >> 16
-        odd = (raw & 0x7FFF0000 == 0x7F800000) & (below > 0x7FFF)
-        _put_words(hi[at], torch.where(odd, raw >> 16 & 0x8000, upper))
-        _put_words(low[at], below)
+        _put_words(hi[at], torch.where(master[at].isnan(), raw >> 16 | 0x40, raw + 0x8000 >> 16))
+        _put_words(low[at], raw & 0xFFFF)
 
 
 def join(hi: Tensor, low: Tensor, master: Tensor) -> None:
     master, hi, low = master.view(-1), hi.view(-1), low.view(-1)
     for at in _chunks(master):
         upper, below = _words(hi[at]), _words(low[at]) & 0xFFFF
-        raw = upper << 16 | below
-        magnitude, high = upper & 0x7FFF, below > 0x7FFF
-        raw = torch.where(high & (magnitude < 0x7F81), raw - 0x10000, raw)
-        odd = high & (magnitude == 0)
-        master[at] = _floats(torch.where(odd, (upper & 0x8000) << 16 | 0x7F800000 | below, raw))
+        high = below > 0x7FFF
+        raw = torch.where(high, (upper << 16 | below) - 0x10000, upper << 16 | below)
+        master[at] = _floats(torch.where(high & (upper & 0x7FFF == 0), upper << 16, raw))
 
 
 # 8-bit blocks -------------------------------------------------------------------------------------------------------

@@ -87,8 +87,9 @@ def _update(
     inside = at < numel
     g = _opened(tl.load(grad + at, inside)) * multiplier
     if low is not None:  # the lower half has a sign: this is `join`, but for which NaN a NaN is
-        raw = (tl.load(working + at, inside).to(tl.int32) << 16) + tl.load(low + at, inside).to(tl.int32)
-        p = raw.to(tl.float32, bitcast=True)
+        upper = tl.load(working + at, inside).to(tl.int32) << 16
+        raw = upper + tl.load(low + at, inside).to(tl.int32)
+        p = tl.where((raw & 0x7FFF8000) == 0x7FFF8000, upper, raw).to(tl.float32, bitcast=True)
     else:
         p = tl.load(weight + at, inside)
     a = _opened(tl.load(first + at, inside)) if first is not None else p

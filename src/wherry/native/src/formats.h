@@ -82,38 +82,23 @@ inline void write_bf16_stochastic(uint16_t* p, F a, I noise) {
 
 // See kernels.h for what the pair (hi, low) means.
 inline void write_split(uint16_t* hi, uint16_t* low, F a) {
-  const I none = seti(0), infinity = seti(0x7f800000);
   I raw = bits(a);
-  I below = land(raw, seti(0xffff));
-  I rounded = shr<16>(add(raw, seti(0x8000)));
-  I upper = select(nan(a), shr<16>(raw), rounded);
-  I tiny = land(raw, seti(0x7fff0000));  // a NaN whose payload lies in its low half alone
-  M odd = both(equal(tiny, infinity), greater(below, none));
-  I zero = shr<16>(land(raw, seti(0x80000000u)));
-  upper = select(both(odd, greater(below, seti(0x7fff))), zero, upper);
-  store16(hi, upper);
-  store16(low, below);
+  I quiet = lor(shr<16>(raw), seti(0x40));
+  store16(hi, select(nan(a), quiet, shr<16>(add(raw, seti(0x8000)))));
+  store16(low, land(raw, seti(0xffff)));
 }
 inline F read_split(const uint16_t* hi, const uint16_t* low) {
-  I upper = load16(hi), below = load16(low);
-  I raw = lor(shl<16>(upper), below);
-  I magnitude = land(upper, seti(0x7fff));
-  M high = greater(below, seti(0x7fff));
-  M rounded = both(high, greater(seti(0x7f81), magnitude));
-  I borrowed = sub(raw, seti(0x10000));
-  M odd = both(high, equal(magnitude, seti(0)));
-  I tiny = lor(shl<16>(land(upper, seti(0x8000))), lor(seti(0x7f800000), below));
-  return floats(select(odd, tiny, select(rounded, borrowed, raw)));
+  const I borrow = seti(0x7fff8000);  // taken from a zero
+  I upper = shl<16>(load16(hi));
+  I raw = add(upper, load16_signed(low));
+  return floats(select(equal(land(raw, borrow), borrow), upper, raw));
 }
 
-// The same for what an operation has yielded or will take: its NaNs are quiet, and which one does not matter.
+// The same for what an operation has yielded: its NaNs are quiet.
 inline I upper_of_result(F a) { return shr<16>(add(bits(a), unless(nan(a), seti(0x8000)))); }
 inline void write_split_result(uint16_t* hi, uint16_t* low, F a, F b) {
   store16(hi, upper_of_result(a), upper_of_result(b));
   store16(low, land(bits(a), seti(0xffff)), land(bits(b), seti(0xffff)));
-}
-inline F read_split_operand(const uint16_t* hi, const uint16_t* low) {
-  return floats(add(shl<16>(load16(hi)), load16_signed(low)));
 }
 
 // A loop over [begin, end) in turns of STEP; `turn(i)` does a whole one, `last(i, count)` what is left.

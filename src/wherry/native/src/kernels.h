@@ -73,10 +73,9 @@ enum LimitKind : int32_t {
 
 // Split and join.
 //
-// hi is the master rounded half up, low its lower 16 bits, so hi - (low >= 0x8000) is the upper half again. The pair
-// must name every one of 2^32 patterns, and hi should be a NaN where the master is one. A NaN is therefore not
-// rounded, except those of a payload below 2^16 (all signalling; no operation yields one), whose upper half is that
-// of infinity: low < 0x8000 leaves them infinity, which is free there, and low >= 0x8000 a zero, free likewise.
+// hi is the master rounded half up, low its lower 16 bits, so hi - (low >= 0x8000) is the upper half again. A NaN is not
+// rounded but made quiet, and need not come back as the same NaN. No master rounds up to a zero: where hi is one and
+// low >= 0x8000, a program has set the weight to zero by itself, and the master is that zero.
 struct Kernels {
   void (*update)(const Segment& segment, const Rule& rule, float multiplier, const void* grad, int32_t grad_kind,
                  int64_t begin, int64_t end);

@@ -82,7 +82,7 @@ struct Streams {
 };
 
 template <int MODE> inline F read_weight(const Streams& s, int64_t i) {
-  return MODE == WEIGHT_SPLIT ? read_split_operand(s.working + i, s.low + i) : load(s.weight + i);
+  return MODE == WEIGHT_SPLIT ? read_split(s.working + i, s.low + i) : load(s.weight + i);
 }
 // Two vectors at a time: packing 32-bit lanes to 16 is cheaper so.
 template <int MODE> inline void write_weights(const Streams& s, int64_t i, F p, F q) {
