@@ -237,7 +237,7 @@ def _build(
     if updater is not None:
         updater.attach(gradients)
         _share_rounded(updater, flats, topology)
-    engine = engine_class(model, offload, gatherer, gradients, updater)
+    engine = engine_class(model, offload, builder, gatherer, gradients, updater)
     _run_in_pieces(engine, model, config)
     return engine
 

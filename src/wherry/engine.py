@@ -45,7 +45,9 @@ from wherry.window import Window
 if TYPE_CHECKING:
     from wherry.config import BatchSizes, Config
     from wherry.offload import Offload
+    from wherry.sharding.construct import Builder
     from wherry.sharding.gradients import Gradients
+    from wherry.sharding.unit import Flat
     from wherry.sharding.weights import Gatherer
     from wherry.update.updater import Updater
 
@@ -67,7 +69,13 @@ class Engine(nn.Module):
     make_scaler: Callable[..., LossScaler] = staticmethod(lambda config: _scaler(config))
 
     def __init__(
-        self, module: nn.Module, offload: Offload, gatherer: Gatherer, gradients: Gradients, updater: Updater | None
+        self,
+        module: nn.Module,
+        offload: Offload,
+        builder: Builder,
+        gatherer: Gatherer,
+        gradients: Gradients,
+        updater: Updater | None,
     ) -> None:
         super().__init__()
         config, topology, units = offload.config, offload.topology, gatherer.units
@@ -90,6 +98,7 @@ class Engine(nn.Module):
         self._life = Lifetime(self.CLOSED)
         self._compare_every = config.wherry.compare_replicas
         self._config = config
+        self._builder = builder
         self._gatherer = gatherer
         self._gradients = gradients
         self._updater = updater
@@ -117,17 +126,21 @@ class Engine(nn.Module):
         self._nonfinite = NonFinite(config.nonfinite(), topology, units, gradients, self._scaler, self._log)
         beside = offload.policy.beside
         self._hooks = Hooks(module, units, gatherer, gradients, self, updates_beside=beside, layer_major=major)
-        self._roster = Roster(module, units)
         self._activations = activations.build(config, units, self._hooks.saved, topology, gatherer.gather)
         if offload.spec is not None:
             self.optimizer = self.make_optimizer(offload.spec.instance)
         self._checkpoints = Checkpoints(self._session, config)
-        state_of = updater.states.state_of if updater is not None else {}
-        self.access = Access(module, units, gatherer, self.comm, state_of, self.settle)
-        self._states = ParameterStates(self.access, state_of, self._groups(), gradients, topology)
+        self._state_of = updater.states.state_of if updater is not None else {}
+        self.access = Access(module, units, gatherer, self.comm, self._state_of, self.settle)
+        self._take_stock()
         asked = config.wherry.profile
         if asked.recorded is not None and not faking():
             self.record_profile(asked.folder_in(config.wherry.run_dir), asked.traced, asked.recorded)
+
+    def _take_stock(self) -> None:
+        """Note the flats that units have now."""
+        self._states = ParameterStates(self.access, self._state_of, self._groups(), self._gradients, self.topology)
+        self._roster = Roster(self._model, self.units, {p for group in self._groups() for p in group["params"]})
 
     def make_optimizer(self, instance: torch.optim.Optimizer) -> ShardedOptimizer:
         """What a training loop is given for the user's optimizer."""
@@ -185,7 +198,47 @@ class Engine(nn.Module):
             self._drop_window()
         if self._updater is not None and self._updater.broken is not None:
             self._updater.check_whole()
+        if torch.is_grad_enabled():
+            if self._hooks.travels:
+                self._roster.check_released()
+            if self._roster.waiting and self._life.now is Life.OPEN and not self._window.so_far:
+                self._train_unfrozen()
         self._activations.begin()
+
+    def _train_unfrozen(self) -> None:
+        """Train from here on the parameters that the optimizer was given frozen, and that require a gradient now.
+
+        Their flats are laid out anew, a unit at a time. Everything that is trained already stays as it is.
+        """
+        names = self._roster.unfrozen
+        if not names:
+            return
+        call = f"step {self.global_steps + 1}"
+        agree(self.topology, call, stage=[("the list of parameters that are no longer frozen", ", ".join(names))])
+        self._flush()
+        self._gatherer.drop_reads()
+        for unit in self.units:
+            flats: list[Flat] = []
+            for flat in unit.flats:
+                if flat.trainable or not any(parameter.requires_grad for parameter in flat.parameters):
+                    flats.append(flat)
+                    continue
+                self._gatherer.take_apart(flat)
+                flats += self._builder.split(unit, flat)
+            unit.hold(flats)
+        self._gatherer.take_stock()
+        self._choose_gradients([flat for unit in self.units for flat in unit.flats])
+        self._hooks.take_stock()
+        self.access.take_stock()
+        self._take_stock()
+        more = ", ..." if len(names) > 3 else ""
+        self._log.info(
+            "%s: %d frozen parameters are trained from here on: %s%s", call, len(names), ", ".join(names[:3]), more
+        )
+
+    def _choose_gradients(self, flats: Sequence[Flat]) -> None:
+        policy = self._offload.gradient_policy(flats, self._window.batch.accumulation)
+        self._gradients.choose(policy, partial(self._offload.way_of, policy), flats)
 
     # Backward.
 
@@ -327,7 +380,7 @@ class Engine(nn.Module):
         if not self._life.free:
             self._life.check_process("step")
             self._life.check_not_generating("step")
-        self._roster.check_once()
+        self._roster.check()
         compares = self._compare_every and (self.global_steps + 1) % self._compare_every == 0 and not faking()
         if compares and not updater.in_backward:  # else updates are under way until the step
             if updater.policy.when != "delayed":  # whose weights stay as they are until then
@@ -494,8 +547,7 @@ class Engine(nn.Module):
         if (batch.accumulation > 1) is self._gradients.policy.accumulates:
             return
         # Windows of one micro-batch, and of more, have sums of another type and in another place.
-        policy = self._offload.gradient_policy([g.flat for g in self._gradients.all], batch.accumulation)
-        self._gradients.choose(policy, partial(self._offload.way_of, policy))
+        self._choose_gradients([gradient.flat for gradient in self._gradients.all])
 
     # Training by iterator.
 
@@ -673,6 +725,8 @@ class Engine(nn.Module):
             self._end_updates_for_load()
             if states and self._window.so_far:
                 self._drop_window()  # whose gradients no update reads any more
+            if not self._window.so_far:
+                self._train_unfrozen()  # whose state the checkpoint may have
             try:
                 loaded = self._checkpoints.load(load_dir, tag, options)
                 self._gatherer.forget_near()
@@ -754,6 +808,8 @@ class Engine(nn.Module):
             raise
         world_of(self.topology).meet(call)
         self._flush()
+        if not self._window.so_far:
+            self._train_unfrozen()
 
     def _session(self) -> Session:
         window = self._window

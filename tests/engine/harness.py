@@ -157,13 +157,15 @@ def train_plain(
     optimizer: MakeOptimizer = adamw,
     batch: Batch = token_batch,
     in_place: bool = False,
+    before_step: Callable[[nn.Module, int], None] = lambda model, step: None,
 ) -> Run:
     """Train by plain PyTorch on one process: the oracle, on the mean loss over all ranks' micro-batches."""
     model = model if in_place else copy.deepcopy(model)
-    trainable = [p for p in model.parameters() if p.requires_grad]
-    opt = optimizer(trainable)
+    parameters = list(model.parameters())
+    opt = optimizer(parameters)
     run = Run()
     for step in range(steps):
+        before_step(model, step)
         opt.zero_grad()
         total = 0.0
         for micro in range(accumulation):
@@ -172,10 +174,10 @@ def train_plain(
                 loss.backward()
                 total += float(loss.detach())
         # In float64: over a million elements torch's own norm is off by more than the tolerance.
-        squares = [p.grad.double().square().sum() for p in trainable if p.grad is not None]
+        squares = [p.grad.double().square().sum() for p in parameters if p.grad is not None]
         run.norms.append(float(torch.stack(squares).sum().sqrt()))
         if clip > 0:
-            nn.utils.clip_grad_norm_(trainable, clip)
+            nn.utils.clip_grad_norm_(parameters, clip)
         opt.step()
         run.losses.append(total)
     run.weights = {name: p.detach().clone() for name, p in model.named_parameters()}

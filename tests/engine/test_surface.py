@@ -167,7 +167,7 @@ def test_replaced_and_unfrozen_parameters_are_errors(stage: int, tmp_path: Path)
 
     model: Any = make_model()
     model.blocks[0].requires_grad_(False)
-    on_ranks(use, stage=stage, model=model)
+    on_ranks(use, stage=stage, model=model, optimizer=lambda given: sgd(p for p in given if p.requires_grad))
 
 
 def test_a_parameter_may_be_frozen_for_a_while() -> None:

@@ -55,7 +55,7 @@ class Activations:
         self._save_operations = operations(block.save_operations)
         self._gather = gather
         self._free_bytes = free_bytes
-        self._flats = [flat for unit in units for flat in unit.flats]
+        self._all = list(units)
         self._saver: Saver | None = None
         if store is not None or partition is not None:
             smallest = block.offload_min_bytes if store is not None else 1
@@ -93,8 +93,7 @@ class Activations:
         for wrapper in self._wrapped:
             wrapper.remove()
         self._wrapped.clear()
-        self.units = []
-        self._flats = []
+        self.units = self._all = []
         if self.store is not None:
             self.store.close()
 
@@ -195,8 +194,8 @@ class Activations:
 
     def _weights(self) -> Iterator[torch.Tensor]:
         """Tensors that are there for longer than a step: they are never put away."""
-        for flat in self._flats:
-            yield flat.whole
+        for unit in self._all:
+            yield from (flat.whole for flat in unit.flats)
         for unit in self.units:
             for module in unit.modules:
                 yield from (buffer for buffer in module.buffers() if not is_strange(buffer))

@@ -167,6 +167,13 @@ def _compare(
         if len(names) > 1:
             told = " and ".join(sorted(names, key=lambda name: name != there))
             lines.append(f"{told} were one tensor there and are not tied here: each begins with its values and state")
+    frozen = {session.whole_name(name) for name, p in session.module.named_parameters() if not p.requires_grad}
+    dropped = [name for name, there in fits[0].items() if name in frozen and manifest.entries[there].moments]
+    if dropped and options.optimizer and session.optimizer is not None:
+        lines.append(
+            f"its optimizer state of {_listed(dropped)} is not loaded, as these are frozen here; to train on with it, "
+            "unfreeze them before load_checkpoint"
+        )
     for line in lines if session.comm.rank == 0 else ():
         session.log.warning("%s: %s", path, line)
 

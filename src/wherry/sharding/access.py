@@ -48,10 +48,7 @@ class Access:
         self.comm = comm
         self.state_of = state_of
         self.settle = settle
-        self.unit_of = {flat: unit for unit in units for flat in unit.flats}
-        self.place_of = {p: (flat, i) for flat in self.unit_of for i, p in enumerate(flat.parameters)}
-        for parameter in self.place_of:
-            setattr(parameter, HANDLE, Mark(self))
+        self.take_stock()
         # Of every module, for `engine.module.encoder.state_dict()`. torch calls the hooks of the modules below as well.
         self._handles = []
         for module in model.modules():
@@ -64,6 +61,13 @@ class Access:
         self._reading, self._writing = _Outermost(), _Outermost()
         self._loading = ExitStack()
         self.closed = False
+
+    def take_stock(self) -> None:
+        """Note the flats that units have now."""
+        self.unit_of = {flat: unit for unit in self.units for flat in unit.flats}
+        self.place_of = {p: (flat, i) for flat in self.unit_of for i, p in enumerate(flat.parameters)}
+        for parameter in self.place_of:
+            setattr(parameter, HANDLE, Mark(self))
 
     def close(self) -> None:
         """Whoever is inside `gathered` has whole weights no longer; what was edited there is not kept."""

@@ -96,6 +96,18 @@ class Builder:
         self._tell_of_padding()
         return units
 
+    def split(self, unit: Unit, flat: Flat) -> list[Flat]:
+        """Lay out a frozen flat's parameters, some of which are trained now, in new flats by their values."""
+        kinds: dict[tuple[torch.dtype, bool], list[tuple[str, nn.Parameter]]] = {}
+        for slot, parameter in zip(flat.layout.slots, flat.parameters, strict=True):
+            kind = flat_kind(parameter, self.working_dtype)[0], parameter.requires_grad
+            kinds.setdefault(kind, []).append((slot.name, parameter))
+        flats = []
+        for (dtype, trainable), members in kinds.items():
+            name = f"{unit.name} (from {members[0][0]})" if trainable else flat.name
+            flats.append(self._filled(*self._lay_out(name, dtype, trainable, members, ()), {}, ()))
+        return flats
+
     def _tell_of_padding(self) -> None:
         """Few parameters over many ranks leave some with nothing: that costs all of them memory and time."""
         numel, payload = (sum(getattr(each, of) for each in self._uncut) for of in ("numel", "payload"))

@@ -90,7 +90,7 @@ class Gradients:
         self._cut = topology.tensor.rank > 0
         self._partitioned = placement.gradients.partitioned and topology.shards.size > 1
         self.all: list[FlatGradient] = []
-        self._make([flat for flat in flats if flat.trainable], policy, way_of)
+        self._make(flats, policy, way_of)
         # Whether the sums of the last window are complete, and there: from its boundary until something drops them.
         self.complete = False
         # What makes mean gradients of the sums, over ranks and micro-batches, of a loss that may be scaled.
@@ -98,9 +98,6 @@ class Gradients:
         # Who is told of arrivals, and the hooks that tell.
         self._arrivals: weakref.ref[Arrivals] | None = None
         self._handles: list[RemovableHandle] = []
-        # Until the first backward has shown better: as built, backwards. The root unit, built first, comes last.
-        self._order = list(reversed(range(len(self.all))))
-        self._order_agreed = self.comm.size == 1
         self._collected: list[int] = []
         self._next = 0
         # Whether any backward has run others within it, as reentrant checkpoints do, of which gradients come late: to
@@ -124,8 +121,11 @@ class Gradients:
                 # Parameters that every tensor-parallel rank holds whole are counted by the first of them.
                 counted=flat.layout.cut_ranges(flat.rank) if self._cut else None,
             )
-            for i, flat in enumerate(flats)
+            for i, flat in enumerate(flat for flat in flats if flat.trainable)
         ]
+        # Until the first backward has shown better: as built, backwards. The root unit, built first, comes last.
+        self._order = list(reversed(range(len(self.all))))
+        self._order_agreed = self.comm.size == 1
 
     # A backward, from begin to finish.
 
@@ -309,13 +309,12 @@ class Gradients:
                 gradient.landing.wait()  # its error has been raised elsewhere
             gradient.drop()
 
-    def choose(self, policy: GradientPolicy, way_of: Callable[[Flat], Landing]) -> None:
-        """Sum and land gradients in another way from here on, between two windows."""
+    def choose(self, policy: GradientPolicy, way_of: Callable[[Flat], Landing], flats: Iterable[Flat]) -> None:
+        """Sum and land the gradients of these flats from here on, in this way. It is called between two windows."""
         if self._updates is not None:
             self._updates.detach()
         self.drop()
         self.policy = policy
-        flats = [gradient.flat for gradient in self.all]
         # The sums so far are given back before there is memory for others.
         self._forget()
         self._trim()

@@ -20,7 +20,7 @@ from wherry.sharding.gradients import Gradients
 from wherry.sharding.layer_major import Interleaver
 from wherry.sharding.saved import FrozenCalls, SavedWeights
 from wherry.sharding.turns import Turns
-from wherry.sharding.unit import Unit
+from wherry.sharding.unit import Flat, Unit
 from wherry.sharding.watched_params import Hook, WatchedParameters
 from wherry.sharding.weights import Gatherer, Pass
 
@@ -68,12 +68,12 @@ class Hooks:
         self.saved = SavedWeights(units, gatherer)
         self._frozen = FrozenCalls(gatherer)
         self._handles: list[RemovableHandle] = []
+        # The units of parameters whose reads are watched.
         self._unit_of: dict[nn.Parameter, Unit] = {}
-        self._home = {flat: unit for unit in units for flat in unit.flats}
+        self._home: dict[Flat, Unit] = {}
         # The gradients of each unit, by their places among all.
         self._places: dict[Unit, list[int]] = {}
-        for place, gradient in enumerate(gradients.all):
-            self._places.setdefault(self._home[gradient.flat], []).append(place)
+        self._note_places()
         # The units that each forward has run whose backward may still come, the oldest first.
         self._awaited: list[set[Unit]] = []
         self.turns = Turns(model, gatherer.link.device)
@@ -88,6 +88,17 @@ class Hooks:
         # Whether this rank may pass over units whose collectives the others run.
         self._passes_over = gradients.comm.size > 1 and any(unit.travelling and not unit.root for unit in units)
         self._install(layer_major=layer_major)
+
+    def _note_places(self) -> None:
+        self._home = {flat: unit for unit in self.units for flat in unit.flats}
+        self._places = {}
+        for place, gradient in enumerate(self.gradients.all):
+            self._places.setdefault(self._home[gradient.flat], []).append(place)
+
+    def take_stock(self) -> None:
+        """Note the flats that units have now, and their gradients."""
+        self._note_places()
+        self.saved.take_stock()
 
     # Installation.
 

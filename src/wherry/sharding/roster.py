@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ from torch import nn
 
 from wherry.errors import WherryError
 from wherry.fake import is_fake
-from wherry.sharding.unit import Unit
+from wherry.sharding.unit import Flat, Unit, Weights
 
 
 class Moves:
@@ -37,11 +37,13 @@ class Moves:
 
 
 class Roster:
-    """The places of an engine's parameters in the model: what is put there later would never be trained."""
+    """The parameters of an engine, and where the model has them: one that is put there later would not be trained.
 
-    def __init__(self, model: nn.Module, units: Sequence[Unit]) -> None:
-        self._model, self._units = model, units
-        self._checked = False
+    `optimized` are the parameters that the optimizer was given.
+    """
+
+    def __init__(self, model: nn.Module, units: Sequence[Unit], optimized: Collection[nn.Parameter]) -> None:
+        self._model = model
         ours = {parameter for unit in units for flat in unit.flats for parameter in flat.parameters}
         self._places = [
             (module, name, parameter)
@@ -51,15 +53,80 @@ class Roster:
         ]
         for module in model.modules():
             module.__dict__["_apply"] = Moves(module, self._refuse_moves)
+        self._note_tree()
+        self._flats = [f for unit in units for f in unit.flats if not (f.distributed or is_fake(f.whole))]
+        self._travelling = [flat for flat in self._flats if not flat.resident]
+        frozen = [p for unit in units for flat in unit.flats if not flat.trainable for p in flat.parameters]
+        # They are trained once they require a gradient, or never.
+        self.waiting = [parameter for parameter in frozen if parameter in optimized]
+        self._untrained = [parameter for parameter in frozen if parameter not in optimized]
 
-    def check_once(self) -> None:
-        """Check at the first step: scripts change their model between initialize and that, or resume in between."""
-        if not self._checked:
-            self.check()
-            self._checked = True
+    def _note_tree(self) -> None:
+        """Note the children of modules, and the identities of the parameters in modules that hold some."""
+        modules = list(self._model.modules())
+        self._children = [(module, list(module._modules.values())) for module in modules if module._modules]
+        self._held = [
+            (module, list(map(id, dict.values(module._parameters)))) for module in modules if module._parameters
+        ]
+
+    def _tree_changed(self) -> bool:
+        # In lists, as each step comes here: a generator's turns cost more.
+        return any([list(module._modules.values()) != children for module, children in self._children]) or any(
+            [list(map(id, dict.values(module._parameters))) != held for module, held in self._held]
+        )
+
+    @property
+    def unfrozen(self) -> list[str]:
+        """The parameters that the optimizer was given frozen, and that require a gradient now."""
+        return [self._name_of(parameter) for parameter in self.waiting if parameter.requires_grad]
 
     def check(self) -> None:
-        """Raise if a parameter has been replaced, removed or unfrozen since the engine was built."""
+        """Raise if a parameter has changed since the engine was built so that it is not trained."""
+        if self._tree_changed():
+            self._check_tree()
+            self._note_tree()
+        self._check_data(self._flats)
+        for parameter in self._untrained:
+            if parameter.requires_grad:
+                raise WherryError(
+                    f"{self._name_of(parameter)}: this parameter was frozen at wherry.initialize and requires a "
+                    "gradient now, and the optimizer was not given it; give the optimizer all that is ever to be "
+                    "trained (model_parameters=model.parameters(), where the config names it), or freeze it again"
+                )
+        for parameter in self.waiting:
+            if parameter.requires_grad and parameter.grad is not None:
+                raise WherryError(
+                    f"{self._name_of(parameter)}: this parameter came to require a gradient within an accumulation "
+                    "window, of which this gradient is a part; unfreeze it after a step and before the next forward"
+                )
+
+    def check_released(self) -> None:
+        """Raise if a released parameter has been given data, which the next gather would overwrite."""
+        self._check_data(self._travelling)
+
+    def _check_data(self, flats: Sequence[Flat]) -> None:
+        address = torch.Tensor.data_ptr
+        for flat in flats:
+            if not flat.resident and flat.weights is not Weights.RELEASED:
+                continue
+            shown = flat.views if flat.resident and not flat.pending else flat.blanks
+            if list(map(address, flat.parameters)) != list(map(address, shown)):
+                self._check_flat(flat)
+
+    def _check_flat(self, flat: Flat) -> None:
+        # One whose update is under way shows placeholders from the step on, until the update is waited for.
+        shown = (flat.views,) * flat.resident + (flat.blanks,) * (flat.pending or not flat.resident)
+        for parameter, places, *tensors in zip(flat.parameters, flat.places, *shown, strict=True):
+            own = {tensor.data_ptr() for tensor in tensors}
+            if places[0][1] == "data" and parameter.data_ptr() not in own:
+                raise WherryError(
+                    f"{self._name_of(parameter)}: this parameter has been given other data since wherry.initialize (by "
+                    "an assignment to its .data, set_() or swap_tensors), which is not trained; copy into it inside "
+                    "wherry.gathered(...), as with parameter.data.copy_(values)"
+                )
+
+    def _check_tree(self) -> None:
+        """Modules may come and go, as long as all parameters that require a gradient are the engine's."""
         for module, name, parameter in self._places:
             if dict.get(module._parameters, name) is not parameter:
                 raise WherryError(
@@ -67,27 +134,14 @@ class Roster:
                     "and what is there now is not trained; edit it in place inside wherry.gathered(...), or close() "
                     "the engine and call wherry.initialize again"
                 )
-        for parameter, view, frozen in self._shown():
-            if view is not None and parameter.data_ptr() != view.data_ptr():
+        ours = {parameter for _, _, parameter in self._places}
+        for name, parameter in self._model.named_parameters():
+            if parameter.requires_grad and parameter not in ours:
                 raise WherryError(
-                    f"{self._name_of(parameter)}: this parameter has been given other data since wherry.initialize (by "
-                    "an assignment to its .data, set_() or swap_tensors), which is not trained; copy into it inside "
-                    "wherry.gathered(...), as with parameter.data.copy_(values)"
+                    f"{name}: this parameter has come into the model since wherry.initialize, as by a module that was "
+                    "added or replaced, and is not trained; copy its values into the parameter that was there, inside "
+                    "wherry.gathered(...), or close() the engine and call wherry.initialize again"
                 )
-            if frozen and parameter.requires_grad:
-                raise WherryError(
-                    f"{self._name_of(parameter)}: this parameter was frozen at wherry.initialize and requires a "
-                    "gradient now, for which no room was made; let it require one before wherry.initialize (and "
-                    "freeze it after that, as often as you like), or close() the engine and call it again"
-                )
-
-    def _shown(self) -> Iterator[tuple[nn.Parameter, torch.Tensor | None, bool]]:
-        """Parameters, the views that they always are if their flat is whole for ever, and whether they are frozen."""
-        for unit in self._units:
-            for flat in unit.flats:
-                always = flat.resident and not is_fake(flat.whole)
-                for parameter, view, places in zip(flat.parameters, flat.views, flat.places, strict=True):
-                    yield parameter, view if always and places[0][1] == "data" else None, not flat.trainable
 
     def _refuse_moves(self, module: nn.Module, fn: Callable[[torch.Tensor], torch.Tensor]) -> None:
         """The placement says where weights rest, and the config in which dtype; what changes neither goes through."""
@@ -120,3 +174,7 @@ class Roster:
             if isinstance(module.__dict__.get("_apply"), Moves):
                 del module.__dict__["_apply"]
         self._places.clear()
+        self._children.clear()
+        self._held.clear()
+        self._flats.clear()
+        self._travelling.clear()

@@ -25,8 +25,14 @@ class SavedWeights:
     """
 
     def __init__(self, units: Iterable[Unit], gatherer: Gatherer) -> None:
+        self._units = units
         self._gatherer = gatherer
-        self._flat_of = {flat.whole.untyped_storage()._cdata: flat for unit in units for flat in unit.travelling}
+        self.take_stock()
+
+    def take_stock(self) -> None:
+        """Note the flats that units have now."""
+        travelling = (flat for unit in self._units for flat in unit.travelling)
+        self._flat_of = {flat.whole.untyped_storage()._cdata: flat for flat in travelling}
 
     def around(self) -> AbstractContextManager[Any]:
         """For a forward to run in."""

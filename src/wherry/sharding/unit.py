@@ -241,13 +241,14 @@ class Flat:
 
     def show_whole(self) -> None:
         """Let the parameters be views of the whole buffer."""
-        self._show(self.views)
+        self.show(self.views)
 
     def show_blanks(self) -> None:
         """Let the parameters be placeholders, which keep shape and dtype and read as NaN."""
-        self._show(self.blanks)
+        self.show(self.blanks)
 
-    def _show(self, tensors: Sequence[torch.Tensor]) -> None:
+    def show(self, tensors: Sequence[torch.Tensor]) -> None:
+        """Let these be the values of the parameters."""
         for found, tensor in zip(self.places, tensors, strict=True):
             for holder, attribute in found:
                 setattr(holder, attribute, tensor)
@@ -293,7 +294,12 @@ class Unit:
 
     def __post_init__(self) -> None:
         self.shared = self.shared or self.root
-        self.travelling = [flat for flat in self.flats if not flat.resident]
+        self.hold(self.flats)
+
+    def hold(self, flats: list[Flat]) -> None:
+        """Let these be the flats of its parameters."""
+        self.flats = flats
+        self.travelling = [flat for flat in flats if not flat.resident]
 
     def share(self) -> None:
         """Another unit uses its weights: from now on they stay gathered through the step."""

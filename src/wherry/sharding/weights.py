@@ -195,7 +195,6 @@ class Gatherer:
         settle: Callable[[list[Flat]], None],
     ) -> None:
         self.units = units
-        self._travelling = [unit for unit in units if unit.travelling]
         self.comm = topology.shards
         self.schedule = Schedule(units, topology.data.size)
         self.link = link
@@ -204,13 +203,8 @@ class Gatherer:
         # Bytes of shards that are read from disk ahead of the gathers.
         self.read_ahead = read_ahead
         self.merging = merging
-        travelling = (flat for unit in units for flat in unit.travelling)
-        self._small = {flat for flat in travelling if flat.storage is None and self.merging.takes(flat.whole)}
         # The ranks among which weights are shared a second time, so that backward gathers from near.
         self.node = topology.node if topology.node is not None and topology.node.size > 1 else None
-        if self.node is not None:
-            for flat in (flat for unit in units for flat in unit.travelling):
-                flat.share_again(self.node.size)
         self.live_limit = live_limit
         # Elements that may be on their way beside the unit at work; one unit always may.
         self.look_ahead = look_ahead
@@ -223,7 +217,18 @@ class Gatherer:
         self.gather_digest = 0
         # Flats on disk whose shard has been fetched for a gather to come.
         self._reading: dict[Flat, Ticket] = {}
-        self._number = {flat: i for i, flat in enumerate(f for unit in units for f in unit.flats)}
+        self.take_stock()
+
+    def take_stock(self) -> None:
+        """Note the flats that units have now."""
+        self._travelling = [unit for unit in self.units if unit.travelling]
+        travelling = [flat for unit in self._travelling for flat in unit.travelling]
+        self._small = {flat for flat in travelling if flat.storage is None and self.merging.takes(flat.whole)}
+        self._number = {flat: i for i, flat in enumerate(f for unit in self.units for f in unit.flats)}
+        if self.node is not None:
+            for flat in travelling:
+                if flat.secondary is None:
+                    flat.share_again(self.node.size)
 
     def start(self, *units: Unit) -> None:
         """Set the units' gathers going, for what is not whole or on its way; small flats are gathered together."""
@@ -348,6 +353,15 @@ class Gatherer:
     def release(self, unit: Unit) -> None:
         for flat in unit.travelling:
             self.release_flat(flat)
+
+    def take_apart(self, flat: Flat) -> None:
+        """Give a flat's parameters memory of their own, and close it. Every rank must call it."""
+        self.gather_flat(flat)
+        views = flat.layout.views(flat.whole.clone())
+        if not flat.resident:
+            self.release_flat(flat)
+            flat.close()
+        flat.show(views)
 
     def release_all(self) -> None:
         for unit in self._travelling:
