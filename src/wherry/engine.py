@@ -381,6 +381,8 @@ class Engine(nn.Module):
             self._life.check_process("step")
             self._life.check_not_generating("step")
         self._roster.check()
+        if not updater.in_backward:  # else weights are compared before their first update, in the backward
+            updater.take_edits()
         compares = self._compare_every and (self.global_steps + 1) % self._compare_every == 0 and not faking()
         if compares and not updater.in_backward:  # else updates are under way until the step
             if updater.policy.when != "delayed":  # whose weights stay as they are until then

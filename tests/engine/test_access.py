@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from torch.utils import dlpack
 
 import wherry
 from wherry.errors import DivergenceError, PeerError, WherryError
+from wherry.testing import late
 
 BF16 = {"bf16": {"enabled": True}}
 
@@ -85,6 +87,70 @@ def test_gathered_reads_and_edits(stage: int) -> None:
             assert 0 < (module.blocks[0].mix.weight - 0.25).abs().max() < 1e-2
 
     on_ranks(use, stage=stage, config=BF16)
+
+
+def adam(parameters: Any) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.0)
+
+
+EDITS = {
+    "split masters": (BF16, adam),
+    "whole masters": (BF16 | {"wherry": {"master": "whole"}}, adam),
+    "fp16": ({"fp16": {"enabled": True, "initial_scale_power": 4}}, adam),
+    "torch's state": (BF16, partial(torch.optim.RMSprop, lr=1e-2)),
+    "fp32": ({}, adam),
+    "in the backward": (BF16 | {"wherry": {"update_policy": "in_backward"}}, adam),
+    "delayed": (BF16 | {"wherry": {"update_policy": "delayed", "delayed_update_warmup": 99}}, adam),
+}
+
+
+@pytest.mark.parametrize("apart", [False, True], ids=["shared", "apart"])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+@pytest.mark.parametrize("case", EDITS)
+def test_edits_outside_gathered_are_kept(case: str, stage: int, apart: bool) -> None:
+    """Edit resident weights between steps; at a rate of 0 they stay, and masters of all others do not change."""
+    config, optimizer = EDITS[case]
+    zero = {"offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 1e6}
+
+    def use(engine: Any) -> None:
+        train(engine, 2)
+        engine.optimizer.param_groups[0]["lr"] = 0.0
+        masters, (block, *_) = masters_of(engine), engine.module.blocks
+        with torch.no_grad():
+            block.mix.weight.zero_()
+            block.up.weight.data[3].zero_()
+            block.down.weight.data.mul_(-2)
+            block.down.bias.copy_(torch.linspace(-1, 1, WIDTH))
+        edited = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
+        for _ in range(2):
+            train(engine, 3, 2)
+            assert_same({n: p.detach().clone() for n, p in engine.module.named_parameters()}, edited)
+        for name, after in masters_of(engine).items():
+            if name.startswith("blocks.0.") and (name.endswith(("mix.weight", "up.weight")) or ".down." in name):
+                close = (after - edited[name].float()).abs() <= edited[name].float().abs() / 256 + 1e-40
+                assert close.all(), name
+            else:
+                assert torch.equal(after, masters[name]), name
+
+    place = (lambda comm: late.topology(comm, late.Chaos(0))) if apart else (lambda comm: comm)
+    on_ranks(use, stage=stage, optimizer=optimizer, config=config | {"zero_optimization": zero}, place=place)
+
+
+def test_an_edit_that_a_delayed_update_would_overwrite_is_an_error() -> None:
+    def use(engine: Any) -> None:
+        train(engine, 3)
+        engine.module.blocks[0].mix.weight.data.zero_()
+        with pytest.raises(
+            WherryError, match=r"step: weights of blocks\.0.* while a delayed update .*wherry\.gathered"
+        ):
+            train(engine, 4, 3)
+        with wherry.gathered(engine.module):
+            engine.module.blocks[0].mix.weight.data.zero_()
+        train(engine, 5, 4)
+
+    wherry_block = {"update_policy": "delayed", "delayed_update_warmup": 1}
+    zero = {"offload_optimizer": {"device": "cpu"}}
+    on_ranks(use, ranks=1, stage=2, config={"wherry": wherry_block, "zero_optimization": zero})
 
 
 def test_a_bad_load_names_the_keys_and_changes_nothing() -> None:

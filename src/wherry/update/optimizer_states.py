@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from wherry import native
-from wherry.fake import address_of
+from wherry.fake import address_of, is_fake
 from wherry.placement import Tier
 from wherry.sharding.flat_gradient import FlatGradient
 from wherry.sharding.layout import SegmentSpan
@@ -117,10 +117,20 @@ class FlatState:
         self.steps = [0] * len(known)
         # The first of the bucket's segments that is this flat's.
         self.first = 0
+        # A digest of its weights as the last update left them, where the record has masters that overwrite them.
+        self._digest: torch.Tensor | None = None
 
     @property
     def rule(self) -> UpdateRule:
         return self.bucket.rule
+
+    def note_weights(self) -> None:
+        self._digest = _digest(self.flat.shard_memory)
+
+    def compare_weights(self) -> torch.Tensor:
+        """Compare the weights with those that the last update has left. On a device the result stays there."""
+        assert self._digest is not None, self.flat
+        return _digest(self.flat.shard_memory) != self._digest
 
     def shape_of(self, span: SegmentSpan) -> Shape | None:
         """The shape of its parameter, where the rule asks for that and the span is all of it."""
@@ -176,6 +186,8 @@ class UpdateBucket:
         # Whether they are the device's work, wherever the state rests.
         self.by_device = self.on_device or kept.streamed
         self.states: list[FlatState] = []
+        # Those whose weights anybody can edit, and whose masters would overwrite the edit.
+        self.editable: list[FlatState] = []
         self.spans: list[tuple[FlatState, SegmentSpan]] = []
         self._storages = storages
         self._layout = RecordLayout([])
@@ -227,6 +239,28 @@ class UpdateBucket:
                 _set_master(views, own, own if master is None else master[span.start : span.stop])
         self.storage.store().wait()
         self.storage.release()
+        if any(field.name in ("working", "master") for fields in self._layout.fields for field, _ in fields):
+            self.editable = [s for s in self.states if s.flat.resident and not is_fake(s.flat.whole)]
+        self.note_weights()
+
+    def note_weights(self) -> None:
+        """Note the weights of flats that anybody can edit, to find out before the next update whether somebody has."""
+        for state in self.editable:
+            state.note_weights()
+
+    @torch.no_grad()
+    def take_weights(self, state: FlatState) -> None:
+        """Let the masters of weights that were edited outside of the engine be what these are now."""
+        with self.opened(state) as segments:
+            for (owner, span), views, fields in zip(self.spans, self._views(), segments, strict=True):
+                master = fields["master"]
+                if owner is not state or not isinstance(master, torch.Tensor):
+                    continue
+                own = state.flat.shard_memory[span.start : span.stop].to(master.device)
+                kept = views.get("working")
+                before = kept if isinstance(kept, torch.Tensor) else master.to(own.dtype)
+                fields["master"] = torch.where(own != before, own.to(master.dtype), master)
+        state.note_weights()
 
     @property
     def on_disk(self) -> bool:
@@ -475,6 +509,11 @@ class UpdateBucket:
             self.storage = None
         self.states.clear()
         self.spans.clear()
+
+
+def _digest(weights: torch.Tensor) -> torch.Tensor:
+    """Sum the bits of weights: any edit that is not a mere reordering changes the sum."""
+    return weights.view(torch.int64).sum()
 
 
 def _moments(views: dict[str, State]) -> dict[str, State]:

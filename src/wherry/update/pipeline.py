@@ -166,6 +166,8 @@ class BucketPipeline:
             ticket.wait()
         self.gathers.clear()
         self.show()
+        if self.bucket.editable:
+            self.bucket.note_weights()
         self.phase = Phase.SETTLED if self.job.ended_well else Phase.STORING
 
     def show(self) -> None:

@@ -12,6 +12,7 @@ from functools import cached_property, partial
 import torch
 
 from wherry.errors import WherryError
+from wherry.observe.log import logger
 from wherry.observe.spans import SILENT, recording, span
 from wherry.parallel.comm import Comm, Merging
 from wherry.sharding.flat_gradient import FlatGradient
@@ -173,7 +174,27 @@ class Updater:
                     "backward: the weights of this accumulation window have been updated already, in the backward "
                     'before this one; for several backwards before a step set "wherry": {"update_policy": "before_use"}'
                 )
+            self.take_edits()
             self._in_backward = InBackward(groups, multiplier)
+
+    @torch.no_grad()
+    def take_edits(self) -> None:
+        """Keep edits that were made to weights outside of the engine, where masters would overwrite them."""
+        editable = [(pipeline, state) for pipeline in self.pipelines for state in pipeline.bucket.editable]
+        if not editable:
+            return
+        edited = torch.stack([state.compare_weights() for _, state in editable]).tolist()
+        for (pipeline, state), changed in zip(editable, edited, strict=True):
+            if not changed:
+                continue
+            if pipeline.phase is not Phase.SETTLED and pipeline.phase is not Phase.STORING:
+                raise WherryError(
+                    f"step: weights of {state.flat.name} were edited while a delayed update of them was under way, "
+                    "which would overwrite the edit; edit them inside wherry.gathered(...), which waits for it"
+                )
+            self._wait_for_store(pipeline)
+            pipeline.bucket.take_weights(state)
+            logger.debug("%s: weights that were edited outside wherry.gathered are kept", state.flat.name)
 
     def cancel_backward(self) -> None:
         """It was none of weights."""
