@@ -167,7 +167,8 @@ def _assemble(
     follow(resolved)
     if not faking():  # a dry run is no run of the config
         _tell(resolved)
-    check_model(model, resolved, topology.data)
+    trains = optimizer is not None or resolved.optimizer is not None
+    check_model(model, resolved, topology.data, trains=trains)
     check_device(topology.device)
     for axis in (topology.data, topology.tensor, topology.pipe):
         axis.check_reaches(topology.device)

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import assert_near, make_model, settings, train, train_plain, weights_of
+from tests.engine.harness import assert_near, engine_of, make_model, settings, train, train_plain, weights_of
 from torch import nn
 from torch.optim.lr_scheduler import ConstantLR, StepLR
 from torch.utils.data import DataLoader, IterableDataset
@@ -168,6 +168,16 @@ def sharded() -> nn.Module:
     return nn.Sequential(layer)
 
 
+def sharing(view: Callable[[torch.Tensor], torch.Tensor], buffer: bool = False) -> nn.Module:
+    """Give a layer's weight, or a buffer, memory of another layer's weight."""
+    model = net()
+    if buffer:
+        model[1].register_buffer("view", view(model[0].weight.data))
+    else:
+        model[1].weight.data = view(model[0].weight.data)
+    return model
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Any:
         return iter(range(4))
@@ -208,6 +218,13 @@ OF_TWO = {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 1, "gradient_
             {"model": nn.Sequential(nn.LazyLinear(2))},
             "0.weight: it has no shape before a lazy layer's first batch; run",
         ),
+        (
+            {"model": sharing(lambda weight: weight)},
+            r"0\.weight, 1\.weight: .*share memory.* \(0\.weight = 1\.weight\)",
+        ),
+        ({"model": sharing(lambda weight: weight[1:3])}, r"0\.weight, 1\.weight: two parameters share memory"),
+        ({"model": sharing(lambda weight: weight[:, ::2].t())}, r"0\.weight, 1\.weight: two parameters share memory"),
+        ({"model": sharing(torch.t, buffer=True)}, r"1\.view: this buffer shares memory with 0\.weight.* clone\(\)"),
         ({"training_data": Stream()}, "training_data: .*got Stream"),
         (
             {"lr_scheduler": StepLR(torch.optim.SGD(net().parameters()), 1)},
@@ -234,6 +251,34 @@ def test_arguments_that_do_not_fit_are_refused(
         wherry.initialize(**{"model": model, "config": CONFIG, **given})
     # The error leaves the model unchanged.
     wherry.initialize(model=model, config=CONFIG)[0].close()
+
+
+def _by_rows(model: nn.Module) -> None:
+    model[0].weight.data, model[1].weight.data = torch.arange(24.0).view(6, 4).div(24).split([4, 2])
+
+
+def _by_columns(model: nn.Module) -> None:
+    model[0].weight.data, model[1].weight.data = torch.arange(32.0).view(4, 8).div(32).split(4, 1)
+    model[1].weight.data = model[1].weight.data[:2]
+
+
+def _of_frozen(model: nn.Module) -> None:
+    model[0].weight.requires_grad_(False)
+    model.register_buffer("view", model[0].weight.data.t())
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@pytest.mark.parametrize("change", [_by_rows, _by_columns, _of_frozen])
+def test_views_of_one_buffer_that_share_no_trained_element_are_trained(
+    change: Callable[[nn.Module], None], stage: int
+) -> None:
+    model, batch = nn.Sequential(*net(), Loss()), lambda *_: (torch.arange(12.0).view(3, 4) / 10,)
+    change(model)
+    plain = train_plain(model, steps=2, batch=batch).weights
+    engine = engine_of(model, settings(stage))
+    train(engine, 2, batch=batch)
+    assert_near(weights_of(engine), plain, 1e-6)
+    engine.close()
 
 
 def test_max_norm_of_an_embedding_is_logged_where_ranks_would_differ(caplog: pytest.LogCaptureFixture) -> None:

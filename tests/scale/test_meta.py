@@ -251,6 +251,27 @@ def test_parameters_made_of_others(way: Any) -> None:
     run_ranks(2, body)
 
 
+def _made(model: nn.Module) -> None:
+    model.two.weight = nn.Parameter(model.one.weight)
+
+
+@pytest.mark.parametrize(("way", "inside"), [(_shared, True), (_data, True), (_made, False)])
+def test_parameters_that_share_memory_are_not_trained_apart(way: Any, inside: bool) -> None:
+    config = {**STAGE3, "optimizer": {"type": "SGD"}}
+
+    def body(comm: Comm) -> None:
+        with wherry.Init(STAGE3, mesh=comm):
+            model = Made(way if inside else lambda _: None)
+        if not inside:
+            way(model)
+        with pytest.raises(WherryError, match=r"one\.weight, two\.weight: two parameters share memory"):
+            wherry.initialize(model=model, config=config, mesh=comm)
+        model.two.weight = model.one.weight
+        wherry.initialize(model=model, config=config, mesh=comm)[0].close()
+
+    run_ranks(2, body)
+
+
 def test_parameters_made_of_others_after_the_context() -> None:
     def attach(model: nn.Module) -> None:
         model.two.weight = nn.Parameter(model.one.weight)

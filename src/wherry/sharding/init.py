@@ -22,6 +22,7 @@ from wherry.parallel.comm import Comm
 from wherry.placement import Tier
 from wherry.sharding.param_shard import ParamShard, Sharing, is_plain, made_of, shard_of
 from wherry.sharding.quantized import is_wide
+from wherry.sharding.shared_memory import overlapping
 from wherry.tiers.elastic import Heap
 
 if TYPE_CHECKING:
@@ -201,6 +202,10 @@ class Init:
         """Release what is whole; what somebody else holds the memory of waits, unless `aliased`."""
         shards = {p: shard_of(p) or ParamShard(p, self._sharing) for p in self._whole if p not in but}
         held = set() if aliased else self._held(list(shards.values()))
+        if aliased:
+            whole = [shard.parameter for shard in shards.values() if shard.whole]
+            for one, other in overlapping(whole):
+                shards[whole[other]].shared_with = weakref.ref(whole[one])
         self._heap.freed(sum(shard.release() for shard in shards.values() if shard not in held))
         self._whole = {p: None for p in self._whole if p in but or shards[p] in held}
 

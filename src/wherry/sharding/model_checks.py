@@ -15,6 +15,8 @@ from wherry.observe.memory import format_bytes
 from wherry.parallel.comm import Comm
 from wherry.parallel.partition import part_of
 from wherry.sharding.meta import source_of
+from wherry.sharding.param_shard import shared_with
+from wherry.sharding.shared_memory import overlapping
 from wherry.sharding.watched_params import HANDLE
 
 if TYPE_CHECKING:
@@ -34,12 +36,15 @@ _WHY = (
 )
 
 
-def check_model(model: nn.Module, config: Config, comm: Comm) -> None:
+def check_model(model: nn.Module, config: Config, comm: Comm, *, trains: bool) -> None:
     """Refuse a model that cannot be trained so, and warn of what in it works otherwise than one would think."""
     _refuse_taken(model)
     refuse_whole(model)
     _refuse_wrapped(model)
     _refuse_lazy(model)
+    _refuse_shared_memory(model)
+    if trains:
+        _refuse_parted_by_init(model)
     _check_layer_major(model, config)
     if comm.size > 1 and comm.rank == 0:
         _warn_of_max_norm(model)
@@ -106,6 +111,37 @@ def _refuse_lazy(model: nn.Module) -> None:
                 f"{name}: it has no shape before a lazy layer's first batch; run one through the model, under "
                 "torch.no_grad(), and make the optimizer and the engine then"
             )
+
+
+def _refuse_shared_memory(model: nn.Module) -> None:
+    """Refuse parameters, and buffers beside trained ones, that share memory: flats give each parameter its own."""
+    parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
+    tensors = [tensor for _, tensor in (*parameters, *buffers)]
+    for one, other in overlapping(tensors):
+        if other < len(parameters):
+            raise _untied(parameters[one][0], parameters[other][0])
+        if one < len(parameters) and tensors[one].requires_grad:
+            name, buffer = parameters[one][0], buffers[other - len(parameters)][0]
+            raise WherryError(
+                f"{buffer}: this buffer shares memory with {name}, whose updates it would no longer see, as a trained "
+                f"parameter gets memory of its own; compute it from {name} in forward, or make it a clone()"
+            )
+
+
+def _refuse_parted_by_init(model: nn.Module) -> None:
+    """Refuse parameters that shared memory inside `wherry.Init`, which has given each a shard of its own."""
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    for parameter, name in names.items():
+        other = shared_with(parameter)
+        if other in names:
+            raise _untied(*sorted((name, names[other]), key=list(names.values()).index))
+
+
+def _untied(one: str, other: str) -> WherryError:
+    return WherryError(
+        f"{one}, {other}: two parameters share memory, and an engine updates each in memory of its own, so they would "
+        f"drift apart; tie them as one parameter ({one} = {other}), or untie them ({one}.data = {one}.data.clone())"
+    )
 
 
 def _check_layer_major(model: nn.Module, config: Config) -> None:

@@ -73,6 +73,8 @@ class ParamShard:
         self._blank: torch.Tensor | None = None
         # What is set on a storage lives as long as Python's object of it.
         self._blank_storage: torch.UntypedStorage | None = None
+        # A parameter that it shared memory with until both were released.
+        self.shared_with: weakref.ref[nn.Parameter] | None = None
         parameter.__dict__[SHARD] = self
         parameter.__dict__["__deepcopy__"] = partial(_copied, parameter)
         sharing.shards.add(self)
@@ -217,6 +219,14 @@ def made_of(parameter: torch.Tensor) -> ParamShard | None:
         if source is None or source.parameter is parameter or source.seen != parameter.shape:
             return None
         return source
+
+
+def shared_with(parameter: nn.Parameter) -> nn.Parameter | None:
+    """A parameter that this one shared memory with inside `wherry.Init`, if there was one."""
+    shard, source = shard_of(parameter), made_of(parameter)
+    if shard is None:
+        return source.parameter if source is not None else None
+    return shard.shared_with() if shard.shared_with is not None else None
 
 
 def own_values(parameters: Iterable[torch.Tensor]) -> None:
