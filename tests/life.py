@@ -140,8 +140,6 @@ def allowed(case: Case) -> bool:
         or (optimizer == "AMSGrad" and (states == "nvme" or get("updates", "host") != "host"))
         # Ranks that are threads have one generator.
         or (get("model") == "dropout" and get("ranks", 1) > 1)
-        # A rank that has nothing of a bucket but padding cannot load what torch's optimizers keep.
-        or (get("ranks") == 4 and by_torch(case) and (get("flats") == "alone" or parameters == "nvme"))
         # A gather ahead of joined flats on the device begins one twice that comes twice.
         or (get("model") == "twice" and get("stage") == 3 and on_device and get("ranks", 1) > 1 and joined)
         # Sums in fp32 of micro-batches that ran together are rounded on their way to sums on the host.

@@ -72,6 +72,54 @@ def test_every_kind_of_state(tmp_path: Path, name: str) -> None:
     assert_same(restored, states)
 
 
+class Scaled(nn.Module):
+    """So few elements that all ranks but the first have padding alone; a scalar is a group of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.linspace(-1.0, 1.0, 58).view(29, 2))
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, ids: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (self.scale * self.table[ids] - self.table[targets]).square().mean()
+
+
+OF_TORCH: dict[str, Any] = {
+    "RMSprop": partial(torch.optim.RMSprop, centered=True),
+    "Adam with amsgrad": partial(torch.optim.Adam, amsgrad=True),
+    **{name: getattr(torch.optim, name) for name in ("NAdam", "RAdam", "Adamax", "ASGD", "Rprop", "Adadelta")},
+}
+
+
+@pytest.mark.parametrize(("name", "stage"), [(name, 1 + number % 3) for number, name in enumerate(OF_TORCH)])
+def test_ranks_that_have_nothing_of_a_group_load(tmp_path: Path, name: str, stage: int) -> None:
+    def make(parameters: Any) -> torch.optim.Optimizer:
+        return OF_TORCH[name]([{"params": [p]} for p in parameters], lr=0.01)
+
+    def begin(engine: Any, comm: Comm) -> Any:
+        train(engine, comm, 2)
+        engine.save_checkpoint(tmp_path)
+        saved, states = state_of(engine), copy.deepcopy(engine.optimizer.state_dict())
+        assert [len(state) > 1 for state in states["state"].values()] == [comm.rank == 0] * 2
+        weights = copy.deepcopy(engine.module.state_dict())
+        losses = train(engine, comm, 2, first=2)
+        engine.module.load_state_dict(weights)
+        engine.optimizer.load_state_dict(states)
+        assert_same(state_of(engine), saved)
+        return saved, losses
+
+    def go_on(engine: Any, comm: Comm) -> Any:
+        engine.load_checkpoint(tmp_path)
+        return state_of(engine), train(engine, comm, 2, first=2)
+
+    saved, losses = on(Shape(2, stage), begin, model=Scaled(), optimizer=make)[0]
+    assert len(saved) > 4, saved.keys()
+    for ranks in (2, 1, 3):
+        found, again = on(Shape(ranks, stage), go_on, model=Scaled(), optimizer=make)[0]
+        assert_same(found, saved)
+        assert ranks != 2 or again == losses
+
+
 def micro_batches(engine: Any, comm: Comm, first: int, last: int) -> None:
     for number in range(first, last):
         engine.backward(engine(*token_batch(0, number, comm.rank)))
