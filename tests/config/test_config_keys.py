@@ -323,6 +323,7 @@ def test_a_schedule_of_type_auto_is_the_one_that_has_the_parameters():
 RESOLVED = [
     ("adam", {}, "AdamW", {"lr": 1e-3, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}),
     ("Adam", {"adam_w_mode": False, "lr": 2}, "Adam", {"lr": 2.0, "weight_decay": 0.0}),
+    ("Adam", {"amsgrad": True}, "AdamW", {"lr": 1e-3, "amsgrad": True}),
     ("ADAMW", {"lr": "auto", "weight_decay": None}, "AdamW", {"lr": 1e-3, "weight_decay": 0.0}),
     ("rmsprop", {"lr": 0.1, "alpha": "auto"}, "RMSprop", {"lr": 0.1}),
     ("Adafactor", {"eps": [1e-30, 0], "d": 2}, "Adafactor", {"eps": (1e-30, 0.0), "d": 2.0}),

@@ -236,6 +236,14 @@ OF_TWO = {"train_batch_size": 6, "train_micro_batch_size_per_gpu": 1, "gradient_
         ({"config": OF_TWO, "mesh": SoloComm()}, "on 1 data-parallel rank, as the mesh given to initialize has them"),
         ({"config": {"wherry": {"unit_classes": ["Line"]}}}, r"unit_classes: .* no module of class Line; .*Linear"),
         ({"config": {"wherry": {"state_dtype": "bf16"}, "optimizer": {"type": "RMSprop"}}}, "needs Adam.*RMSprop"),
+        (
+            {"config": on_disk(".") | {"optimizer": {"type": "Adam", "params": {"amsgrad": True}}}},
+            "on disk needs Adam, .* got AdamW with amsgrad, which its kernels do not have; leave amsgrad out, or keep",
+        ),
+        (
+            {"config": {"wherry": {"state_dtype": "int8"}}, "optimizer": partial(torch.optim.SGD, differentiable=True)},
+            "state_dtype: int8 needs Adam, .* got SGD with differentiable, which its kernels do not have; leave",
+        ),
         ({"config": on_disk("/nowhere/a")}, r"offload_optimizer\.nvme_path: disk path '/nowhere/a' .* cannot be made"),
         ({"config": on_disk("."), "model": net().double()}, r"0: it has torch.float64 weights, .* at most 32 bits"),
     ],

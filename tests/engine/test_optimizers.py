@@ -97,6 +97,10 @@ NAMED: dict[str, tuple[dict[str, Any], Callable[[Any], torch.optim.Optimizer]]] 
     "Adagrad": ({"lr": 1e-3}, partial(torch.optim.Adagrad, lr=1e-3)),
     "Lion": ({"lr": 1e-3}, partial(Lion, lr=1e-3)),
     "SGD": ({"lr": 1e-3}, partial(torch.optim.SGD, lr=1e-3)),
+    "AdamW with AMSGrad": (
+        {"lr": 3e-3, "eps": 1e-2, "weight_decay": 0.01, "amsgrad": True},
+        OPTIMIZERS["adamw amsgrad"],
+    ),
     "RMSprop": ({"lr": 1e-3}, partial(torch.optim.RMSprop, lr=1e-3)),
 }
 

@@ -168,6 +168,7 @@ def test_the_disk_is_chosen_where_memory_is_short_and_a_folder_is_given(tmp_path
     for config in (
         {"zero_optimization": zero | {"offload_optimizer": offload}},
         {"zero_optimization": zero, "optimizer": {"type": "Muon", "params": {"lr": 0.1}}},
+        {"zero_optimization": zero, "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "amsgrad": True}}},
     ):
         with pytest.raises(WherryError, match="nothing fits"):
             settle(model, config)

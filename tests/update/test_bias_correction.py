@@ -57,16 +57,17 @@ def test_both_rules_follow_the_formula(name: str, on_host: bool) -> None:
     torch.testing.assert_close(weights, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_torchs_rule_is_torchs_adam_at_a_step_beyond_all_correction_and_goes_on_where_it_was() -> None:
+@pytest.mark.parametrize("amsgrad", [False, True])
+def test_torchs_rule_is_torchs_adam_at_a_step_beyond_all_correction_and_goes_on_where_it_was(amsgrad: bool) -> None:
     weights, grads = values()
     plain, half = nn.Parameter(weights.clone()), STEPS // 2
-    adam = torch.optim.AdamW([plain], lr=LR, weight_decay=DECAY)
-    zeros = {"exp_avg": torch.zeros(64), "exp_avg_sq": torch.zeros(64)}
-    adam.state[plain].update(step=torch.tensor(1e12), **zeros)
+    adam = torch.optim.AdamW([plain], lr=LR, weight_decay=DECAY, amsgrad=amsgrad)
+    moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq")[: 2 + amsgrad]
+    adam.state[plain].update(step=torch.tensor(1e12), **{name: torch.zeros(64) for name in moments})
     for grad in grads:
         plain.grad = grad
         adam.step()
-    spec = describe(from_config("AdamW", OPTIONS, [plain]))
+    spec = describe(from_config("AdamW", OPTIONS | {"amsgrad": amsgrad}, [plain]))
     rule = spec.make_rule(on_host=False)
     run(rule, spec.groups, weights, grads[:half])
     kept = [{name: value.clone() for name, value in state.items()} for state in rule.kept()]

@@ -67,8 +67,9 @@ class AdamParams(_Params):
     adam_w_mode: Flag = key(
         True, "Decoupled weight decay (AdamW), also when the type says Adam; false for decay inside the gradient (L2)."
     )
-    amsgrad: Annotated[Flag, _only(False, "AMSGrad needs a third state; use another optimizer")] = key(
-        False, "The AMSGrad variant."
+    amsgrad: Flag = key(
+        False,
+        "The AMSGrad variant, by torch's own update: its three moments are in fp32 and in memory.",
     )
     fp32_optimizer_states: Annotated[
         Flag, _only(True, 'it would keep moments in half precision, which "wherry": {"state_dtype": "bf16"} does here')
@@ -243,9 +244,11 @@ class Optimizer(Constructed):
 
     @classmethod
     def resolve(cls, type_name: str, params: ConfigBlock) -> tuple[str, dict[str, Any]]:
-        resolved = params.model_dump(exclude={"amsgrad", "fp32_optimizer_states"})
+        resolved = params.model_dump(exclude={"fp32_optimizer_states"})
         if not isinstance(params, AdamParams):
             return type_name, resolved
+        if not params.amsgrad:
+            del resolved["amsgrad"]
         if params.bias_correction:
             del resolved["bias_correction"]
         if params.adam_w_mode:

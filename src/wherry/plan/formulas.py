@@ -25,6 +25,8 @@ def optimizer_of(config: Config) -> str | None:
     name = config.optimizer.type.lower()
     if name == "sgd" and (config.optimizer.params or {}).get("momentum"):
         return "sgd-momentum"
+    if (config.optimizer.params or {}).get("amsgrad"):
+        return f"{name}-amsgrad"  # torch's own update, which the host's kernels do not know
     return name
 
 

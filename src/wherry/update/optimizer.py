@@ -91,7 +91,12 @@ class OptimizerSpec:
             if not (masters or on_disk):
                 needs = f"no masters with moments in {self.state_dtype}"
             more = ", Muon, Adafactor or Lamb" if on_disk and self.state_dtype == "fp32" else ""
-            raise WherryError(f"{needs} needs Adam, AdamW, Adagrad, Lion or SGD{where}{more}, got {known_as}")
+            got, beyond = known_as, " and ".join(_beyond_kernels(instance))
+            if beyond and known_as in NATIVE_FAMILIES:
+                got += (
+                    f" with {beyond}, which its kernels do not have; leave {beyond} out, or keep fp32 state in memory"
+                )
+            raise WherryError(f"{needs} needs Adam, AdamW, Adagrad, Lion or SGD{where}{more}, got {got}")
         optimizer_class = {"CPUAdam": torch.optim.AdamW, "CPUAdagrad": torch.optim.Adagrad, "CPULion": Lion}.get(
             known_as, type(instance)
         )
@@ -235,7 +240,7 @@ def describe(
             "itself, set zero_allow_untested_optimizer to true"
         )
     family = NATIVE_FAMILIES.get(name) if known else None
-    if family is not None and not all(_native_can(group) for group in instance.param_groups):
+    if _beyond_kernels(instance):
         family = None
     # Of what nobody knows whether it treats every element by itself, a parameter is not cut.
     return OptimizerSpec(instance, family, state_dtype, frozenset() if known else whole_groups(instance))
@@ -250,8 +255,10 @@ def _known_as(instance: torch.optim.Optimizer) -> str:
     return type(instance).__name__
 
 
-def _native_can(group: dict[str, Any]) -> bool:
-    return not (group.get("amsgrad") or group.get("differentiable") or group.get("capturable"))
+def _beyond_kernels(instance: torch.optim.Optimizer) -> list[str]:
+    """List options in use that the native kernels do not have."""
+    options = ("amsgrad", "differentiable", "capturable")
+    return [name for name in options if any(group.get(name) for group in instance.param_groups)]
 
 
 def from_config(

@@ -288,7 +288,9 @@ class TorchRule(UpdateRule):
         assert self._inner is not None
         self._inner.state.pop(parameter, None)
         if not corrected:
-            moments = {name: torch.zeros_like(parameter) for name in ADAM.state_names}
+            amsgrad = any(options["amsgrad"] for options in self._inner.param_groups)
+            names = (*ADAM.state_names, "max_exp_avg_sq") if amsgrad else ADAM.state_names
+            moments = {name: torch.zeros_like(parameter) for name in names}
             self._inner.state[parameter].update({**moments, "step": self._step(parameter, UNCORRECTED)})
 
     def _step(self, parameter: nn.Parameter, count: float) -> torch.Tensor:

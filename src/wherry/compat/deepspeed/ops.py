@@ -45,7 +45,9 @@ class NoAmsgrad(WherryError, RuntimeError):
 
 def _no_amsgrad(name: str, amsgrad: bool) -> None:
     if amsgrad:
-        raise NoAmsgrad(f"{name}: amsgrad needs a third state and is not offered; use torch.optim.AdamW")
+        raise NoAmsgrad(
+            f"{name}: amsgrad needs a third state and is not offered; use torch.optim.AdamW, in a config by torch_adam"
+        )
 
 
 class NoRollback(WherryError, RuntimeError):
