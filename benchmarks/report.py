@@ -46,13 +46,13 @@ CLAIMS = (
     Claim(
         "Training steps, states on host and disk",
         ("offload_step",),
-        "The same steps with the optimizer, or optimizer and parameters, on host or disk. Wherry chooses the update "
-        "policy: before_use where gradients are clipped, else in_backward.",
+        "The same steps with the optimizer, or optimizer and parameters, on host or disk. Wherry's update policy is "
+        "before_use, which it chooses by itself.",
     ),
     Claim(
         "Windows of several micro-batches",
         ("accumulation",),
-        "Stage 3 with states on host or disk, 1 to 16 micro-batches a step.",
+        "Stage 3 with states on host or disk, 1 to 16 micro-batches a step. Wherry's update policy was in_backward.",
         without=("read",),
     ),
     Claim(
@@ -153,9 +153,7 @@ def ours(peer: str, rows: Mapping[str, Row]) -> Row | None:
     system, _, rest = peer.partition(" ")
     if system.startswith(("fsdp2", "ddp", "deepspeed-")) and _has_place(system):
         name = f"wherry-{systems.FSDP2.get(system, '0' if system == 'ddp' else system.partition('-')[2])}"
-        clip = next(iter(rows.values()))["case"].get("clip")
-        policy = "before_use" if clip else "in_backward"
-        names = [f"{name} {rest}".strip(), f"{name}:{policy}", f"{name} {policy}"]
+        names = [f"{name} {rest}".strip(), f"{name}:before_use", f"{name} before_use"]
     elif peer.startswith(
         ("DeepSpeedCPUAdam fp32", "DeepSpeedCPUAdam bf16, without", "torch AdamW fused", "three passes, with DeepSpeed")
     ):

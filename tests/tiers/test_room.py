@@ -48,13 +48,15 @@ def test_too_little_host_memory_is_found_before_training(tmp_path: Path) -> None
     assert advice in str(caught.value)
     with pytest.raises(HostMemoryError, match=r"150 bytes on each of 2 ranks here.*or more ranks on other machines"):
         check_host(150, 2, 100, 0, [])
-    # The advice works. In memory are moments of four blocks at a time, and gradients of nine, which wait for updates.
-    needed = 4 * numel + 9 * 4 * block + 4 * 8 * block
+    # The advice works. In memory are weights, gradients, and moments of four blocks at a time.
+    needed = 8 * numel + 4 * 8 * block
     advised = offload("disk-3", tmp_path, "auto", optimizer={"buffer_count": 4})
     assert missing(advised) == needed
     advised["wherry"]["host_memory"] = needed
     start(advised, blocks=12)
-    # With fewer buffers fewer gradients wait, too.
+    # In the backward the gradients of nine blocks wait for updates, and with fewer buffers those of fewer.
+    early = offload("disk-3", tmp_path, "in_backward", optimizer={"buffer_count": 4})
+    assert missing(early) == 4 * numel + 9 * 4 * block + 4 * 8 * block
     assert missing(offload("disk-3", tmp_path, "in_backward")) == 4 * numel + 2 * 8 * block + 5 * 4 * block
     # State that is not offloaded is in memory all the while.
     stays = root + block * ((numel // 2 - root) // block)  # whole units, as far as half of the elements goes
@@ -109,6 +111,7 @@ config = {
     "gradient_clipping": 0,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     "zero_optimization": {"stage": 3, **(offload if sys.argv[1] != "-" else {})},
+    "wherry": {"update_policy": "in_backward"},
 }
 with wherry.Init(config=config):
     model = nn.Sequential(*(nn.Linear(1024, 1024) for _ in range(24)))

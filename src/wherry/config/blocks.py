@@ -381,8 +381,7 @@ class Own(ConfigBlock):
         "update first, and so does engine.settle() when training ends. "
         "With before_use and in_backward, parameters kept by reference (a list, an optimizer's param_groups) read as "
         "NaN after a step, until their next use in the model, engine.settle(), or a walk over the model's own. "
-        "auto: at_step where the optimizer's state is on the device, and otherwise in_backward if nothing (clipping, "
-        "loss scaling) has to wait for all gradients, or before_use.",
+        "auto: at_step where the optimizer's state is on the device, and otherwise before_use, which fits every loop.",
     )
     update_on: Share | None = key(
         None,

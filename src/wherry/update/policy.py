@@ -16,9 +16,8 @@ def update_policy(config: Config, placement: Placement, *, shared: bool) -> Upda
     """When units are updated, where the device and the host have one memory or two."""
     offload = config.zero_optimization.offload_optimizer
     when = config.wherry.update_policy
-    waits = _waits_for_all(config)
     tier = effective(placement.optimizer.tier, shared=shared)
-    if when == "in_backward" and waits:
+    if when == "in_backward" and (waits := _waits_for_all(config)):
         raise ConfigError(f"wherry.update_policy: in_backward updates before all gradients are known, and {waits}")
     if when == "delayed" and offload.ratio < 1:
         raise ConfigError(
@@ -31,7 +30,8 @@ def update_policy(config: Config, placement: Placement, *, shared: bool) -> Upda
             "zero_optimization.offload_optimizer.device, or another policy"
         )
     if when == "auto":
-        when = "at_step" if tier is Tier.DEVICE else "before_use" if waits else "in_backward"
+        # Not in_backward: a GAN, a skipped batch or an exception in a backward leaves gradients that no step may use.
+        when = "at_step" if tier is Tier.DEVICE else "before_use"
     return UpdatePolicy(when, config.wherry.delayed_update_warmup if when == "delayed" else 0, offload.buffer_count)
 
 
