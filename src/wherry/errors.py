@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 if TYPE_CHECKING:
     from wherry.config.problems import Problem
@@ -44,6 +44,14 @@ def one_line(text: str, longest: int = 240) -> str:
 
 class _Printable(Exception):
     """Its message may hold names from files."""
+
+    # The rank that has ended while this one waited for it, where that is the error.
+    ended_rank: int | None = None
+
+    def with_ended_rank(self, rank: int | None) -> Self:
+        """Name that rank, for the launcher, and return the error."""
+        self.ended_rank = rank
+        return self
 
     def __str__(self) -> str:
         return printable(super().__str__())

@@ -131,18 +131,27 @@ config = {"train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW"}, "
 engine, *_ = wherry.initialize(model=torch.nn.Linear(8, 1), config=config)
 for step in range(3):
     if step == 1 and os.environ["RANK"] == "1":
-        sys.exit()
+        exec(sys.argv[1])
+    if sys.argv[2] == "save":
+        engine.save_checkpoint(HERE / "saved")
     engine.backward(engine(torch.randn(2, 8)).square().mean())
     engine.step()
 """
 
 
-def test_a_rank_that_takes_fewer_steps_is_named_without_the_transports_error(tmp_path):
-    done = launched("run", "--nproc", 2, script(tmp_path, LEAVES_EARLY))
+@pytest.mark.parametrize(
+    ("end", "next_call", "error"),
+    [
+        ("sys.exit()", "backward", "rank 1 has ended, or has closed its engine: every rank must run as many steps"),
+        ("os._exit(0)", "save", "in save_checkpoint(), and rank 1 has ended: its process"),
+    ],
+)
+def test_a_rank_that_takes_fewer_steps_is_named_without_the_transports_error(tmp_path, end, next_call, error):
+    done = launched("run", "--nproc", 2, script(tmp_path, LEAVES_EARLY), end, next_call)
     assert done.returncode == 1
     lines = done.stderr.splitlines()
-    assert lines[0] == "wherry: rank 0 failed, and all ranks have ended. Its traceback:"
-    assert "rank 1 has ended, or has closed its engine: every rank must run as many steps" in lines[-1]
+    who = "wherry: rank 1 ended while rank 0 waited for it, and all ranks have ended. The traceback of rank 0:"
+    assert lines[0] == who and error in lines[-1]
     assert sum(line.startswith("  File") for line in lines) == 1 and len(lines) <= 7
 
 

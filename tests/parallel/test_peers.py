@@ -18,6 +18,7 @@ from wherry.parallel import peers as peers_room
 from wherry.parallel import topology
 from wherry.parallel.comm import Comm
 from wherry.parallel.peers import Peers
+from wherry.tiers.host import has_exited, this_process
 
 Pools = Callable[[int], Pool]
 
@@ -58,6 +59,22 @@ def test_ranks_name_one_that_ends(warm: Pools, fails: bool, message: str) -> Non
         assert isinstance(outcome, Failure) and outcome.error == "PeerError", outcome
         assert re.search(message, outcome.message), str(outcome)
     assert second is None if fails else (second.error, second.message) == ("Exit", "3")
+
+
+def exit_before_meeting(rank: int) -> None:
+    """Exit on rank 1 without an error, before a call that every rank has to make."""
+    comm = joined()
+    if rank == 1:
+        os._exit(0)
+    comm.meet("save_checkpoint()")
+
+
+def test_ranks_in_a_meeting_name_one_whose_process_is_gone(warm: Pools) -> None:
+    first, second, third = warm(3).outcomes(exit_before_meeting)
+    for outcome in (first, third):
+        assert isinstance(outcome, Failure) and outcome.error == "PeerError", outcome
+        assert re.search(r"save_checkpoint\(\).* rank 1 has (ended|failed: it has ended): its process", outcome.message)
+    assert (second.error, second.message) == ("Exit", "0")
 
 
 class Clock:
@@ -192,6 +209,24 @@ def test_a_rank_that_left_is_named_by_what_it_takes_no_part_in(ranks: list[Rank]
         ranks[2].meet("state_dict()")
     with pytest.raises(PeerError, match=r"rank 0 waits for all_reduce .* rank 1 has ended, or has closed its engine"):
         ranks[0].wait()
+
+
+def test_a_process_that_is_gone_is_an_error_at_the_second_look(
+    store: Store, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first look, what the process has sent may still be on its way. Of another machine's nothing is known."""
+    monkeypatch.setattr(dist, "get_world_size", lambda: 2)
+    waiting, (space, _), no_process = Rank(0, clock, monkeypatch), this_process(), 1 << 22
+    monkeypatch.setattr(peers_room, "this_process", lambda: ("another machine", no_process))
+    gone = Rank(1, clock, monkeypatch)
+    waiting.wait()
+    clock.pauses.clear()
+    monkeypatch.setattr(peers_room, "has_exited", lambda process: has_exited((space, process[1])))
+    with pytest.raises(PeerError, match=r"rank 0 waits for all_reduce .* rank 1 has ended: its process is") as raised:
+        waiting.wait()
+    assert (raised.value.ended_rank, clock.pauses) == (1, [0.25, 0.5])
+    for rank in (waiting, gone):
+        rank.peers.close()
 
 
 def test_a_call_that_others_do_not_make_names_where_they_are(ranks: list[Rank], clock: Clock) -> None:

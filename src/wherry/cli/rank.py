@@ -140,13 +140,15 @@ def _fail(error: Exception, error_file: str | None, *, alone: bool) -> int:
     told = alone and isinstance(error, WherryError)
     status, message = USER_ERROR if told else 1, f"{type(error).__name__}: {error}"
     text = f"wherry: {error}\n" if told else _traceback(error)
-    lost = int(os.environ.get("WORLD_SIZE", "1")) > 1 and of_a_peer(text)
+    ended_rank = getattr(error, "ended_rank", None)
+    lost = int(os.environ.get("WORLD_SIZE", "1")) > 1 and (ended_rank is not None or of_a_peer(text))
     silent, logged = False, False
     ended: list[int] = []  # the launcher ends all ranks once one has ended: not before this one has said its word
     before = signal.signal(signal.SIGTERM, lambda number, _: ended.append(number))
     if error_file:
         path = Path(error_file)
         extra = {"py_callstack": text, "timestamp": str(int(time.time())), "time_ns": time.time_ns(), "status": status}
+        extra["ended_rank"] = ended_rank
         part = path.with_suffix(".part")
         part.write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}), encoding="utf-8")
         part.replace(path)

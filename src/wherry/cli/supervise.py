@@ -349,6 +349,8 @@ class RankFailure:
     recorded: bool = True
     # Why it did not answer the others, where it is the launcher that has ended it.
     unanswering: str = ""
+    # The rank that it waited for and that had ended, where that is the error.
+    ended_rank: int | None = None
 
     @classmethod
     def of(cls, rank: int, found: Any, logs: Path, unanswering: dict[int, tuple[int, str]]) -> RankFailure:
@@ -359,7 +361,8 @@ class RankFailure:
             text = extra["py_callstack"]
             when = int(extra.get("time_ns", int(extra["timestamp"]) * 10**9))
             # Its own status, also when it has waited for the others' until the agent ended it.
-            return cls(rank, extra.get("status", found.exitcode), message, text, when)
+            status, ended_rank = extra.get("status", found.exitcode), extra.get("ended_rank")
+            return cls(rank, status, message, text, when, ended_rank=ended_rank)
         attempts = logs.glob(f"*/attempt_*/{found.local_rank}/error.json{FAULT_SUFFIX}")
         stacks = [path.read_text(encoding="utf-8", errors="replace") for path in sorted(attempts, key=os.path.getmtime)]
         text = stacks[-1] if stacks else ""
@@ -368,7 +371,7 @@ class RankFailure:
 
     @property
     def of_a_peer(self) -> bool:
-        return self.recorded and of_a_peer(self.text)
+        return self.recorded and (self.ended_rank is not None or of_a_peer(self.text))
 
     @property
     def ordered(self) -> bool:
@@ -385,7 +388,12 @@ class RankFailure:
         """What a person reads of the cause of all `failures`, with its traceback at the end."""
         if self.recorded and self.text.startswith("wherry: "):
             return self.text.rstrip("\n")
-        if self.recorded:
+        if self.recorded and self.ended_rank is not None:
+            head = (
+                f"rank {self.ended_rank} ended while rank {self.rank} waited for it, and all ranks have ended. The "
+                f"traceback of rank {self.rank}:"
+            )
+        elif self.recorded:
             same = sorted(other.rank for other in failures if other.recorded and other.message == self.message)
             if len(same) == 1:
                 head = f"rank {self.rank} failed, and all ranks have ended. Its traceback:"

@@ -15,7 +15,7 @@ import sys
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ import torch.distributed as dist
 from wherry.errors import DivergenceError, PeerError
 from wherry.observe.log import logger
 from wherry.observe.memory import out_of_memory
+from wherry.tiers.host import has_exited, this_process
 
 # A collective, as a rank has asked for it: its number, operation, bytes, and what it was for.
 Asked = tuple[int, str, int, str]
@@ -42,6 +43,7 @@ SAYS_SO = 10.0
 BRIEF = 0.0005
 # What is said of a rank that will not come, though nothing has failed.
 ENDED = "has ended, or has closed its engine: every rank must run as many steps, and so needs as many batches"
+EXITED = "has ended: its process is gone, as after os._exit or a signal"
 # Where a rank is that has given up a meeting.
 NOWHERE = (-1, 0, "")
 # More often than any rank fails and goes on.
@@ -92,6 +94,10 @@ class Peers:
             self._name = f"{name}/{self._store.add(f'{name}/made/{self.rank}', 1)}"
             # What this rank fails with from here on is news to the others, whenever they come to make it.
             self._store.set(self._since(self.rank), str(self._store.add(f"times/{self.rank}", 0)))
+            # A process may end without a word, as by os._exit: whoever waits looks whether it is there.
+            self._store.set(self._process(self.rank), json.dumps(this_process()))
+        # The ranks whose processes had ended at the last look.
+        self._exited: list[int] = []
         # The last meeting: how many collectives had been asked for, and how often ranks had met there before.
         self._met = -1, 0
         # And the key under which the ranks counted each other there.
@@ -111,6 +117,10 @@ class Peers:
                 _publish(self._store, PeerFailure(self.rank, self._times, asked, self._name, message))
             except RuntimeError as error:  # the store's process is gone, and with it whoever could read
                 logger.debug("the other ranks could not be told of the failure: %s", error)
+
+    def _process(self, rank: int) -> str:
+        """Return the key of a rank's process."""
+        return f"{self._name}/process/{rank}"
 
     def _since(self, rank: int) -> str:
         """The key under which a rank that has made this group says how often it had failed before."""
@@ -171,7 +181,10 @@ class Peers:
                     continue  # who has been here and gone on is not late
                 gone = [reason for _, reason in late if reason is not None]
                 if gone:
-                    raise DivergenceError(_alone(self.rank, here[2], "; ".join(gone[:8])))
+                    left = next((rank for rank, _ in late if store.check([_left(self._name, rank)])), None)
+                    raise DivergenceError(_alone(self.rank, here[2], "; ".join(gone[:8]))).with_ended_rank(left)
+                for rank in self._have_exited([rank for rank, _ in late]):
+                    raise self._exit_of(rank, f"is in {here[2]}")
                 names = f"{'ranks' if len(late) > 1 else 'rank'} {', '.join(str(rank) for rank, _ in late[:8])}"
                 told = _alone(self.rank, here[2], f"{names} did not come to it in {waited:.0f} s")
                 if waited > self.timeout:
@@ -261,7 +274,12 @@ class Peers:
             others = self._others()
             ended = [rank for rank in self.ranks if rank != self.rank and self._has_ended(rank, asked)]
             if ended:
-                raise PeerError(f"rank {self.rank} waits for {describe(asked)}, and rank {ended[0]} {ENDED}")
+                text = f"rank {self.rank} waits for {describe(asked)}, and rank {ended[0]} {ENDED}"
+                raise PeerError(text).with_ended_rank(ended[0])
+            # What a process has sent before its end may still be on its way: at the second look it is not.
+            before, self._exited = self._exited, self._have_exited(self.ranks)
+            for rank in before:
+                raise self._exit_of(rank, f"waits for {describe(asked)}")
         for rank, (_, recent) in others.items():
             theirs = next((other for other in recent if other[0] == asked[0]), asked)
             if tuple(theirs) != asked:
@@ -293,6 +311,19 @@ class Peers:
         key = _left(self._name, rank)
         return self._store.check([key]) and int(self._store.get(key)) <= asked[0]
 
+    def _have_exited(self, ranks: Sequence[int]) -> list[int]:
+        """Return the ranks whose processes have ended, of those on this machine."""
+        assert self._store is not None
+        keys = [(rank, self._process(rank)) for rank in ranks if rank != self.rank]
+        known = [(rank, json.loads(self._store.get(key))) for rank, key in keys if self._store.check([key])]
+        return [rank for rank, process in known if has_exited(process)]
+
+    def _exit_of(self, rank: int, doing: str) -> PeerError:
+        """Tell ranks on other machines that a process has ended, and return this rank's error."""
+        assert self._store is not None
+        _publish(self._store, PeerFailure(rank, MANY, 0, self._name, f"it {EXITED}"))
+        return PeerError(f"rank {self.rank} {doing}, and rank {rank} {EXITED}").with_ended_rank(rank)
+
     def _absent(self, asked: Asked, others: dict[int, tuple[Asked, list[Asked]]], waited: float) -> str:
         late = []
         for rank in self.ranks:
@@ -321,7 +352,8 @@ class Peers:
         assert self._store is not None
         self._store.add(f"read/{failure.rank}", 1)
         waits = f", while rank {self.rank} waited for {describe(asked)}" if asked is not None else ""
-        raise PeerError(f"rank {failure.rank} has failed{waits}: {failure.message}")
+        error = PeerError(f"rank {failure.rank} has failed{waits}: {failure.message}")
+        raise error.with_ended_rank(failure.rank) if failure.times == MANY else error
 
     def _news(self, asked: Asked | None) -> PeerFailure | None:
         """The first failure that concerns a collective of this rank."""
@@ -357,7 +389,7 @@ class Peers:
             text = f"no memory was left for {describe(asked)}: {text or type(error).__name__}"
             self._give_up(asked, text)
             return MemoryError(f"rank {self.rank}: {text}")
-        begun = time.monotonic()
+        begun, ended = time.monotonic(), None
         try:
             if self._store is not None:
                 self._tell(asked)
@@ -370,7 +402,7 @@ class Peers:
                     fate = ENDED if self._has_ended(gone[0], asked) else f"is gone ({text})"
                     # The ranks that do not speak with it directly wait still.
                     _publish(self._store, PeerFailure(gone[0], MANY, 0, self._name, f"it {fate}"))
-                    text = f"rank {gone[0]} {fate}"
+                    text, ended = f"rank {gone[0]} {fate}", gone[0]
                 elif gone:
                     text = f"one of the ranks {', '.join(map(str, gone[:8]))} is gone ({text})"
                 if len(gone) != 1:
@@ -380,7 +412,8 @@ class Peers:
             return failure
         except (dist.DistError, RuntimeError):
             text += "; the process that holds the group's store is gone as well"
-        return PeerError(f"rank {self.rank} could not complete {describe(asked)}: {text}")
+        text = f"rank {self.rank} could not complete {describe(asked)}: {text}"
+        return PeerError(text).with_ended_rank(ended)
 
     def _give_up(self, asked: Asked, message: str) -> None:
         """A collective has failed on this rank, after others may have begun it: there is no going on from here."""

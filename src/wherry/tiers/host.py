@@ -34,6 +34,28 @@ def machine() -> str:
         return f"{socket.gethostname()}-{uuid.getnode():x}"
 
 
+def this_process() -> tuple[str, int]:
+    """Return the space of process ids that this process is in, which a container may have for itself, and its id."""
+    try:
+        space = os.readlink("/proc/self/ns/pid")
+    except OSError:  # a system that is not Linux
+        space = ""
+    return f"{machine()} {space}", os.getpid()
+
+
+def has_exited(process: tuple[str, int]) -> bool:
+    """Tell whether another process has ended; False where its id says nothing here, as on another machine."""
+    import psutil
+
+    space, pid = process
+    if space != this_process()[0]:
+        return False
+    try:
+        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
 @dataclass(frozen=True)
 class Room:
     """Host memory that processes share: `key` is the same for all that do, and for no others; `name` is for people."""
