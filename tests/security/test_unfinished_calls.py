@@ -175,6 +175,28 @@ def test_ctrl_c_in_a_step_leaves_a_reason_behind(
     engine.close()
 
 
+def test_ctrl_c_among_gathers_does_not_launch_them_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks launch them once."""
+    own = {"wherry": {"update_policy": "delayed", "delayed_update_warmup": 1}}
+    offload = {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}}
+    engine = engine_of(make_model(), settings(1, more=own | offload), comm := SilentComm(0, 2))
+    train_step(engine, 0, 0)
+    real = comm.all_gather_together
+
+    def interrupted(*args: Any) -> None:
+        real(*args)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(comm, "all_gather_together", interrupted)
+        engine.settle()
+    asked = comm.asked
+    with pytest.raises(WherryError, match="an update has failed before: KeyboardInterrupt left it unfinished"):
+        engine.settle()
+    assert comm.asked == asked
+    engine.close()
+
+
 PROGRAM = """
 import os, signal, time
 import torch, wherry

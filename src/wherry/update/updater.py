@@ -493,7 +493,13 @@ class Updater:
         try:
             for pipeline in pipelines:
                 self._wait(pipeline.job)
-                pipeline.publish()
+                try:
+                    pipeline.publish()
+                except KeyboardInterrupt as error:
+                    # Which gathers were launched is unknown: launched again, they would meet other collectives.
+                    if pipeline.together:
+                        self.interrupted(error)
+                    raise
         except BaseException:
             self._end_gathers()
             raise
