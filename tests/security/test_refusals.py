@@ -168,6 +168,8 @@ ROWS: list[tuple[str, str, Any, str | None]] = [
     # The run's values.
     ("manifest", OPTIONS, more(params=[]), r"param_groups\[0\]: params are no option"),
     ("manifest", f"{OPTIONS}/lr", "fast", r"param_groups\[0\]: lr is 'fast', expected the like of"),
+    ("manifest", f"{OPTIONS}/eps", None, r"param_groups\[0\]: eps is 'None', expected the like of 1e-08"),
+    ("manifest", f"{OPTIONS}/fused", [1], r"param_groups\[0\]: fused is '\[1\]', expected the like of None"),
     ("manifest", MINE, [1], "client_state is a list, expected a dict"),
     ("manifest", MINE, {"a": {"$": "code", "value": "x"}}, "a value of kind 'code' is not known"),
     ("manifest", MINE, {"a": [{"$": "tensor", "value": "value:0:0"}] * 9}, "values are said to be this one tensor"),
@@ -176,6 +178,7 @@ ROWS: list[tuple[str, str, Any, str | None]] = [
     ("manifest", "engine/window", "open", "window is a str, expected a dict"),
     ("manifest", "engine/lr_scheduler", [1], "the state of the learning rate schedule is a list"),
     ("manifest", "engine/lr_scheduler/min_lrs", None, "min_lrs is 'None', expected the like of"),
+    ("manifest", "engine/lr_scheduler/last_epoch", None, "last_epoch is 'None', expected the like of 1"),
     ("manifest", "engine/lr_scheduler", more(step=3), "schedule has 'step', which is none of its own"),
     ("manifest", "ranks/0", more(objects=[1]), "objects: expected them by parameter, got a list"),
     # The header of a checkpoint's file.

@@ -404,7 +404,7 @@ class _Loader:
                 if isinstance(schedule, LRScheduler):
                     # It takes over whatever it is given, in the place of its own methods too.
                     own = schedule.state_dict() if type(schedule).__module__.startswith(("torch.", "wherry.")) else {}
-                    _check_alike(own, found, what)
+                    _check_alike(own, found, what, optional=False)
                     methods = {key for key in found if callable(getattr(type(schedule), key, None))}
                     hidden = sorted(methods | (found.keys() & {"optimizer"}))
                     if hidden:
@@ -436,7 +436,7 @@ class _Loader:
             found = self.reader.value(given["options"], what)
             if "params" in found:
                 raise CheckpointError(f"{what}: params are no option")
-            _check_alike({key: group[key] for key in self.session.optimizer.defaults}, found, what)
+            _check_alike({key: group[key] for key in self.session.optimizer.defaults}, found, what, optional=False)
             undo.callback(group.update, dict(group))
             undo.callback(group.clear)
             group.update(found)
@@ -482,22 +482,29 @@ def _take(into: Any, state: Any, what: str, undo: ExitStack) -> None:
         raise CheckpointError(f"{what} is not taken: {describe(error)}") from error
 
 
-def _check_alike(own: Mapping[str, Any], found: Any, what: str) -> None:
-    """Raise where a value is of another kind than the one whose place it takes."""
+def _check_alike(own: Mapping[str, Any], found: Any, what: str, *, optional: bool = True) -> None:
+    """Raise where a value is of another kind than the one whose place it takes.
+
+    `optional`: None may take the place of a number or a word, as of a norm that no step has had.
+    """
     if not isinstance(found, dict):
         raise CheckpointError(f"{what} is a {type(found).__name__}, expected a dict")
     for key, value in found.items():
-        if key in own and not _alike(own[key], value):
+        if key in own and not _alike(own[key], value, optional):
             raise CheckpointError(f"{what}: {key} is {str(value)[:80]!r}, expected the like of {str(own[key])[:80]}")
 
 
-def _alike(own: Any, value: Any) -> bool:
-    if own is None or value is None:
-        return own is None or not isinstance(own, list | tuple | dict)
+def _alike(own: Any, value: Any, optional: bool) -> bool:
+    if value is None:
+        # A flag such as `fused` may be left to torch.
+        return own is None or isinstance(own, bool) or (optional and not isinstance(own, list | tuple | dict))
+    if own is None:
+        # A container that took the place of None would let no checkpoint with the None load again.
+        return not isinstance(value, list | tuple | dict)
     if isinstance(own, list | tuple) and isinstance(value, list | tuple):
-        return len(own) == len(value) and all(map(_alike, own, value))
+        return len(own) == len(value) and all(_alike(*each, optional) for each in zip(own, value, strict=True))
     if isinstance(own, dict) and isinstance(value, dict):
-        return all(_alike(own[key], value[key]) for key in own.keys() & value.keys())
+        return all(_alike(own[key], value[key], optional) for key in own.keys() & value.keys())
     return _kind(value) == _kind(own)
 
 
