@@ -126,7 +126,7 @@ class Engine(nn.Module):
         self._nonfinite = NonFinite(config.nonfinite(), topology, units, gradients, self._scaler, self._log)
         beside = offload.policy.beside
         self._hooks = Hooks(module, units, gatherer, gradients, self, updates_beside=beside, layer_major=major)
-        self._activations = activations.build(config, units, self._hooks.saved, topology, gatherer.gather)
+        self._activations = activations.build(config, module, units, self._hooks.saved, topology, gatherer.gather)
         if offload.spec is not None:
             self.optimizer = self.make_optimizer(offload.spec.instance)
         self._checkpoints = Checkpoints(self._session, config)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import logging
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from tests.engine.harness import (
     adamw,
     assert_close,
     assert_same,
+    engine_of,
     make_model,
     settings,
     train,
@@ -18,6 +21,7 @@ from tests.engine.harness import (
 )
 
 import wherry
+from wherry.errors import WherryError
 
 # Imports of transformers take seconds.
 pytestmark = pytest.mark.long
@@ -38,10 +42,10 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 
 
-def build(family: str, seed: int = 0) -> Any:
+def build(family: str, seed: int = 0, *, use_cache: bool = False) -> Any:
     transformers = pytest.importorskip("transformers", reason="the extra `transformers` is not installed")
     model_class, config_class, values = FAMILIES[family]
-    config = getattr(transformers, config_class)(vocab_size=VOCABULARY, use_cache=False, **values)
+    config = getattr(transformers, config_class)(vocab_size=VOCABULARY, use_cache=use_cache, **values)
     return make_model(lambda: getattr(transformers, model_class)(config), seed).train()
 
 
@@ -66,6 +70,39 @@ def test_layer_major_training_equals_plain(family: str, reentrant: bool | None) 
     assert_close(run, train_plain(model, **common), 5e-5)
     gathers, reductions, units = run.extra[-1]
     assert reductions <= units and gathers < 3 * units, run.extra  # once for all micro-batches
+
+
+def padded(step: int, micro: int, rank: int) -> dict[str, torch.Tensor]:
+    made = batch(step, micro, rank)
+    mask = torch.ones_like(made["input_ids"])
+    mask[1, -3:] = 0
+    return {**made, "attention_mask": mask}
+
+
+@pytest.mark.parametrize("family", ["llama", "t5"])
+def test_recomputation_goes_without_a_kv_cache(family: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The user's `use_cache` stays for forwards without gradients, for generate() and for the model after close()."""
+    model, recompute = build(family, use_cache=True), {"activation_checkpointing": {"policy": "recompute"}}
+    common: dict[str, Any] = {"ranks": 2, "steps": 2, "batch": padded}
+    assert_close(train_engine(model, stage=3, config=recompute, **common), train_plain(model, **common), 5e-5)
+    with caplog.at_level(logging.INFO, "wherry"):
+        engine = engine_of(copy.deepcopy(model), settings(3, more=recompute))
+    assert sum("config.use_cache is false" in line for line in caplog.messages) == 1
+    config = (engine.module.get_decoder() if family == "t5" else engine.module).config
+    for _ in range(2):
+        engine.backward(engine(**padded(0, 0, 0)).loss)
+        engine.step()
+        assert config.use_cache is False
+        with torch.no_grad():
+            cache = engine(**padded(0, 0, 0)).past_key_values
+        assert config.use_cache is True and cache.get_seq_length() == 8
+    with wherry.gathered_for_generation(engine):
+        assert engine.module.generate(padded(0, 0, 0)["input_ids"], max_new_tokens=2).shape[0] == 2
+    with pytest.raises(WherryError, match="was called with a KV cache"):
+        engine(**padded(0, 0, 0), use_cache=True)
+    engine(**padded(0, 0, 0))
+    engine.close()
+    assert config.use_cache is True
 
 
 def _build_and_train(rank: int) -> tuple[dict[str, torch.Tensor], float]:

@@ -6,6 +6,8 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from torch import nn
+
 from wherry.activations.manager import Activations
 from wherry.activations.partition import CheckpointPartition
 from wherry.activations.saving import Beneath
@@ -29,6 +31,7 @@ SHARE_OF_FREE = 0.8
 
 def build(
     config: Config,
+    model: nn.Module,
     units: Sequence[Unit],
     beneath: Beneath,
     topology: Topology,
@@ -43,6 +46,7 @@ def build(
         else:
             warn("activation_checkpointing.partition_activations: no effect, as no ranks share a tensor-parallel axis")
     return Activations(
+        model,
         units,
         block,
         beneath,

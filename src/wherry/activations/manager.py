@@ -8,8 +8,10 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
+from torch import nn
 
 from wherry.activations.auto import Policy, SavedBytes, is_strange
+from wherry.activations.kv_caches import KeyValueCaches
 from wherry.activations.partition import CheckpointPartition
 from wherry.activations.recompute import Anew, ContextPair, inside, operations, recomputed, running, selective
 from wherry.activations.saving import Beneath, Saver
@@ -35,6 +37,7 @@ class Activations:
 
     def __init__(
         self,
+        model: nn.Module,
         units: Sequence[Unit],
         block: ActivationCheckpointing,
         beneath: Beneath,
@@ -67,6 +70,7 @@ class Activations:
         self._counts: SavedBytes | None = None
         self.policies = self._first_policies()
         self._wrapped: list[StandIn] = []
+        self._caches = KeyValueCaches(model) if Policy.RECOMPUTE in self.policies else None
         if any(policy is not Policy.KEEP for policy in self.policies):
             self._wrap()
 
@@ -93,6 +97,9 @@ class Activations:
         for wrapper in self._wrapped:
             wrapper.remove()
         self._wrapped.clear()
+        if self._caches is not None:
+            self._caches.turn(on=True)
+            self._caches = None
         self.units = self._all = []
         if self.store is not None:
             self.store.close()
@@ -115,6 +122,8 @@ class Activations:
             self._log.info("activations of %d forwards: %s", TELL_EVERY, self._spans.breakdown())
         if self._saver is not None:
             self._saver.begin()
+        if self._caches is not None:
+            self._caches.turn(on=not torch.is_grad_enabled())
         if self._counts is not None and self._recomputations and torch.is_grad_enabled():
             self._decide(self._counts)
 
@@ -125,6 +134,8 @@ class Activations:
         policy = self.policies[place]
         if policy is Policy.RECOMPUTE:
             unit = self.units[place]
+            assert self._caches is not None
+            self._caches.refuse(unit.name, args, kwargs)
             return self._recomputed(unit.name, self._counted(place, forward), args, kwargs, unit)
         if policy is Policy.OFFLOAD:
             assert self._saver is not None
