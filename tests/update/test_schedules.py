@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.optim.lr_scheduler import LRScheduler
 
+from wherry.compat.deepspeed import schedules as deepspeed
 from wherry.config import load
 from wherry.errors import WherryError
 from wherry.update import schedules
@@ -184,6 +185,33 @@ def test_a_learning_rate_in_a_tensor():
     schedule = WarmupLR(optimizer, warmup_num_steps=2, warmup_type="linear")
     optimizer.step(), schedule.step()
     assert float(optimizer.param_groups[0]["lr"]) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("params", "ours", "theirs"),
+    [
+        ({"type": "WarmupLR"}, "first update", "first 2 updates"),
+        ({"type": "WarmupLR", "warmup_num_steps": 0}, None, "first 2 updates"),
+        ({"type": "WarmupLR", "warmup_min_lr": 0.1}, None, None),
+        ({"type": "WarmupDecayLR", "total_num_steps": 2000}, "first update", "first 2 updates"),
+        ({"type": "WarmupCosineLR", "total_num_steps": 2000}, "first update", "first 2 updates"),
+        ({"type": "WarmupCosineLR", "total_num_steps": 2000, "warmup_min_ratio": 0.1}, None, "first update"),
+        ({"type": "WarmupLR", "last_batch_iteration": 7}, None, None),
+        ({"type": "OneCycle", "cycle_min_lr": 0, "cycle_max_lr": 1}, None, None),
+    ],
+)
+def test_updates_at_rate_zero_are_logged_when_a_schedule_begins(params, ours, theirs, caplog):
+    block = {"type": params["type"], "params": {name: value for name, value in params.items() if name != "type"}}
+    for make_it, words in ((build, ours), (deepspeed.build, theirs)):
+        caplog.clear()
+        schedule = schedules.resolve(None, load({"scheduler": block}).scheduler, adam(), make_it)
+        lines = [line for line in caplog.messages if "rate 0" in line]
+        assert len(lines) == (words is not None) and all(f"the {words} will change" in line for line in lines)
+        for _ in range(0 if words is None else 2 if "2" in words else 1):
+            assert schedule.optimizer.param_groups[0]["lr"] == 0.0  # as the line says
+            schedule.optimizer.step(), schedule.step()
+        if words is not None:
+            assert schedule.optimizer.param_groups[0]["lr"] > 0.0
 
 
 # --- mistakes ---

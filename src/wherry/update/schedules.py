@@ -5,6 +5,7 @@ Step 0 is the first update. Each class takes its parameters under the names that
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from wherry.errors import WherryError
+from wherry.fake import faking
 from wherry.observe.log import warn
 from wherry.parallel.agreement import plain
 
@@ -248,6 +250,12 @@ _SCHEDULES: dict[str, type[_StepSchedule]] = {
     "WarmupCosineLR": WarmupCosineLR,
 }
 VALID_LR_SCHEDULES = list(_SCHEDULES)
+# The keys of the first rates of schedules that warm up.
+_FIRST_RATES = {
+    "WarmupLR": "warmup_min_lr",
+    "WarmupDecayLR": "warmup_min_lr",
+    "WarmupCosineLR": "warmup_min_ratio",
+}
 
 
 def build(config: Scheduler, optimizer: Optimizer) -> LRScheduler:
@@ -271,7 +279,13 @@ def resolve(
                 'initialize an optimizer, or the config a block "optimizer"', named.type,
             )  # fmt: skip
             return None
-        return build(named, optimizer)
+        schedule = build(named, optimizer)
+        if not faking() and (key := _FIRST_RATES.get(named.type)) and (idle := _updates_at_rate_zero(schedule)):
+            warn(
+                "scheduler: %s begins at rate 0, so the first %s will change no weight; set scheduler.params.%s above "
+                "0 for fewer", named.type, "update" if idle == 1 else f"{idle} updates", key,
+            )  # fmt: skip
+        return schedule
     if named is not None:
         warn("scheduler: the config's %s is not used, as initialize was given one", named.type)
     if optimizer is None:
@@ -291,6 +305,17 @@ def resolve(
                 "optimizer and makes it"
             )
     return given
+
+
+def _updates_at_rate_zero(schedule: Any) -> int:
+    """Count the updates until a schedule that warms up leaves rate 0; none of one that is there for ever."""
+    ahead = copy.copy(schedule)
+    step = "last_epoch" if isinstance(schedule, LRScheduler) else "last_batch_iteration"  # the latter: DeepSpeed's
+    for updates in range(3):
+        if any(ahead.get_lr()):
+            return updates
+        setattr(ahead, step, getattr(ahead, step) + 1)
+    return 0
 
 
 def described(schedule: Any, name: str = "lr_scheduler") -> Iterator[tuple[str, str]]:
