@@ -195,7 +195,6 @@ CONFIGS: dict[str, Callable[[], Pair]] = {
     "`AdamW` with `adam_w_mode: false`": partial(
         read, {"optimizer": {"type": "AdamW", "params": {"adam_w_mode": False}}}
     ),
-    "`sparse_gradients: true`": partial(read, {"sparse_gradients": True}),
     '`gradient_allreduce_op: "sum"` at stage 3': partial(
         read, {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}, "sums", "sums"
     ),

@@ -199,7 +199,6 @@ class Aio(ConfigBlock):
     block_size: Integer = key(1_048_576, "Bytes of one request to the disk.", ge=512)
     queue_depth: Integer = key(16, "Requests kept under way at once, on each path.", ge=1)
     intra_op_parallelism: Integer = key(1, "Multiplies queue_depth: requests of one large transfer at once.", ge=1)
-    use_gds: Flag = key(False, "GPUDirect Storage. true is refused: the disk tier reads into host memory.")
     checksum: Flag = key(
         False,
         "Compare all that is read from the disk with checksums of what was written: 4 bytes of host memory for every "
@@ -253,9 +252,6 @@ class Checkpoint(ConfigBlock):
     )
     load_universal: Flag = key(
         False, "Under DeepSpeed's names: load what latest_universal names. Every checkpoint suits any number of ranks."
-    )
-    use_node_local_storage: Flag = key(
-        False, "Every node writes to its own disk. true is refused: a checkpoint is one folder that all ranks see."
     )
 
 

@@ -92,35 +92,6 @@ def _activations(config: Config, draft: Draft) -> Iterator[Finding]:
         yield (*path, "policy"), 'offload needs to know where to: add "cpu_checkpointing": true, or an nvme_path'
 
 
-# Values that would change results, memory or speed, or lose something, and are not to be had.
-_REFUSED: dict[str, tuple[object, str]] = {
-    "aio.use_gds": (
-        True,
-        ": GPUDirect Storage would read from disk to GPU past the host's memory, which the disk tier reads into; set "
-        "it to false",
-    ),
-    "checkpoint.use_node_local_storage": (
-        True,
-        ": it would leave a part of each checkpoint on every node's own disk, and a checkpoint is one folder that all "
-        "ranks see; set it to false, and save to a file system that the nodes share",
-    ),
-    "checkpoint.writer.decoupled": (
-        True,
-        '; to write while training goes on, set "wherry": {"checkpoint": {"async_save": true}}',
-    ),
-}
-
-
-def _refused_values(config: Config, draft: Draft) -> Iterator[Finding]:
-    for dotted, (value, instead) in _REFUSED.items():
-        path, block = tuple(dotted.split(".")), config
-        for name in path[:-1]:
-            block = getattr(block, name, None)  # type: ignore[assignment]
-        asked = draft.without_effect.get(path, getattr(block, path[-1], None))
-        if asked == value and getattr(block, "enabled", True):
-            yield path, f"{str(value).lower()} is not part of Wherry{instead}"
-
-
 def _own(config: Config, draft: Draft) -> Iterator[Finding]:
     policy, own = config.wherry.update_policy, ("wherry", "update_policy")
     if policy == "in_backward" and config.gradient_clipping > 0:
@@ -245,6 +216,6 @@ def _adam(config: Config, draft: Draft) -> Iterator[Finding]:
 Rule = Callable[[Config, Draft], Iterator[Finding]]
 _RULES: tuple[Rule, ...] = (
     *(_batch, _precision, _offload, _groups, _activations, _optimizer, _schedule),
-    *(_refused_values, _own),
+    _own,
 )
 _REMARKS: tuple[Rule, ...] = (_delayed, _short_schedule, _adam)

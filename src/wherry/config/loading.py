@@ -212,7 +212,7 @@ class _Reader:
         """A key of the table; quiet inside a block that has been told of as a whole."""
         draft = self._draft
         if row.effect == "refused":
-            if row.is_refused(value):
+            if row.asks(value):
                 draft.problem(path, f"not part of Wherry: {row.why}")
             else:
                 draft.note(path, "not part of Wherry; accepted, as it asks for nothing")

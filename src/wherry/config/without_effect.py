@@ -3,6 +3,7 @@
 A row's `effect` is what becomes of the key. `none`: its value is checked, and nothing comes of it; `fine` is a value
 that asks for what is so anyway. `renamed`: an older or other spelling, read as the key `why`. `refused`: an error,
 unless it asks for nothing, as null, false, what is empty, and `fine` do, and a block whose key `switch` is not true.
+What hints at speed, memory or logging has no effect; what would change results, or what is saved, is refused.
 `of` names the optimizers that have a parameter, where not all do.
 """
 
@@ -30,6 +31,7 @@ _TYPES: dict[str, Any] = {
     "texts": list[Text],
     "bytes": Bytes,
     "dtype": Dtype,
+    "object": dict[str, Any],
 }
 _BOUNDS = {">=": "ge", ">": "gt"}
 
@@ -65,8 +67,8 @@ class IdleKey:
         bounded: Any = Annotated[(kind, *Field(**limit).metadata, *checks)]
         return TypeAdapter(bounded)
 
-    def is_refused(self, value: Any) -> bool:
-        """Whether a value of a refused key asks for what is not there."""
+    def asks(self, value: Any) -> bool:
+        """Whether a value asks for what is not there."""
         if value in (None, False, "", {}, [], "auto", self.fine):
             return False
         if self.switch and isinstance(value, Mapping):
@@ -75,6 +77,8 @@ class IdleKey:
 
     def differs(self, value: Any) -> bool:
         """Whether a value asks for other than what happens."""
+        if self.switch:
+            return self.asks(value)
         if self.is_block and isinstance(value, Mapping):
             inside = idle_keys_in(self.path)
             return any(name in inside and inside[name].differs(given) for name, given in value.items())

@@ -193,11 +193,6 @@ def _mode_of_adamw(written: Mapping[str, Any]) -> Unread:
 
 def _same_anyway(written: Mapping[str, Any]) -> Unread:
     """What DeepSpeed does in another way, with the same numbers."""
-    if _at(written, "sparse_gradients") is True:
-        yield ("sparse_gradients",), "gradients of embeddings are reduced as dense ones, which gives the same"
-    for name in ("disable_allgather", "vocabulary_size"):
-        if written.get(name):
-            yield (name,), "DeepSpeed reads it and does nothing with it"
     # fp16 ones are not offered.
     if _at(written, f"optimizer.params.{FP32_STATES}") is False and not _at(written, f"fp16.{FP16_MASTERS}"):
         kept = "bf16" if _at(written, f"bf16.{BF16_MASTERS}") is True else "fp32"
@@ -546,7 +541,7 @@ class DeepSpeedConfig:
         self.checkpoint_tag_validation_enabled = loaded.checkpoint.tag_validation != ValidationMode.IGNORE
         self.checkpoint_tag_validation_fail = loaded.checkpoint.tag_validation == ValidationMode.FAIL
         self.load_universal_checkpoint = (given.get("checkpoint") or {}).get("load_universal", False)
-        self.use_node_local_storage = loaded.checkpoint.use_node_local_storage
+        self.use_node_local_storage = False
         # Of what is not part of Wherry.
         self.pld_enabled = self.curriculum_enabled_legacy = self.data_efficiency_enabled = False
         self.eigenvalue_enabled = self.eigenvalue_verbose = self.elasticity_enabled = self.disable_allgather = False
