@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 from functools import partial, update_wrapper
 from pathlib import Path
 from threading import get_ident
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 from torch import nn
@@ -884,13 +884,20 @@ class Engine(nn.Module):
         return self._norm
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> None:
-        """Always an error, that names the config's key: clipping is part of the update.
+        """Raise an error that names the config's key: clipping is part of the update.
 
         `torch.nn.utils.clip_grad_norm_` finds no `.grad` on an engine's parameters, and does nothing.
         """
+        self._refuse_clipping("clip_grad_norm_", f"set that to {max_norm}")
+
+    def clip_grad_value_(self, clip_value: float, foreach: bool | None = None) -> None:
+        """Raise an error, as `clip_grad_norm_` does: the update clips by the norm, and not each value."""
+        self._refuse_clipping("clip_grad_value_", "use that, as single values are not clipped,")
+
+    def _refuse_clipping(self, call: str, advice: str) -> NoReturn:
         raise WherryError(
-            f'clip_grad_norm_: step() clips, to the "gradient_clipping" of the config, which is '
-            f"{self._config.gradient_clipping}; set that to {max_norm} and leave the call out. "
+            f'{call}: step() clips the norm, to the "gradient_clipping" of the config, which is '
+            f"{self._config.gradient_clipping}; {advice} and leave the call out. "
             "engine.get_global_grad_norm() is the norm before it"
         )
 

@@ -234,6 +234,7 @@ REFUSED: list[tuple[Callable[[Any], object], str]] = [
         lambda engine: engine.clip_grad_norm_(1.5),
         r'"gradient_clipping" of the config, which is 0\.25; set that to 1\.5',
     ),
+    (lambda engine: engine.clip_grad_value_(1.5), r"clip_grad_value_: .*which is 0\.25; use that, as single values"),
     (copy.deepcopy, r"Copy its model: with wherry.gathered\(engine.module\)"),
     (pickle.dumps, r"Copy its model: with wherry.gathered\(engine.module\)"),
 ]

@@ -40,6 +40,9 @@ def model_of(kind: str, attention: str = "sdpa") -> Any:
             vocab_size=VOCABULARY, n_embd=32, n_layer=2, n_head=4, n_positions=64, resid_pdrop=0, embd_pdrop=0,
             attn_pdrop=0,
         ),
+        "falcon": lambda: transformers.FalconConfig(
+            vocab_size=VOCABULARY, hidden_size=32, num_hidden_layers=2, num_attention_heads=4
+        ),
     }  # fmt: skip
     with torch.random.fork_rng():
         torch.manual_seed(0)
@@ -169,6 +172,7 @@ def phi() -> Any:
     ("make", "ranks", "config", "change", "told"),
     [
         (partial(nn.Linear, 4, 4), 2, {}, {}, "causal language model of Transformers"),
+        (partial(model_of, "falcon"), 2, {}, {}, "FalconForCausalLM computes attention in a way of its own"),
         (phi, 2, {}, {}, "longrope position embeddings"),
         (partial(model_of, "dynamic"), 2, {}, {}, "dynamic position embeddings"),
         (partial(model_of, "llama"), 3, {"wherry": {"context_parallel": 2}}, {}, "does not divide the 3"),
