@@ -16,6 +16,7 @@ __all__ = [
     "gathered_for_generation",
     "initialize",
     "load_pretrained",
+    "register_external_parameter",
     "tile",
 ]
 
@@ -27,7 +28,7 @@ if TYPE_CHECKING:
     from wherry.forecast import estimate
     from wherry.nn.tiled import tile
     from wherry.pretrained import load_pretrained
-    from wherry.sharding.access import gathered
+    from wherry.sharding.access import gathered, register_external_parameter
     from wherry.sharding.init import Init
 
 # Imported at first use: `import wherry`, and the command line's help, need none of it.
@@ -41,6 +42,7 @@ _HOMES = {
     "gathered_for_generation": "wherry.build",
     "initialize": "wherry.build",
     "load_pretrained": "wherry.pretrained",
+    "register_external_parameter": "wherry.sharding.access",
     "tile": "wherry.nn.tiled",
 }
 # And these as a whole: `wherry.optim.Muon`.

@@ -27,6 +27,7 @@ from tests.engine.harness import (
     train_step,
 )
 from tests.tiers.rows import ROWS, zero_block
+from torch import nn
 from torch.utils import dlpack
 
 import wherry
@@ -47,6 +48,54 @@ def test_a_released_parameter_keeps_its_shape_and_reads_as_nan() -> None:
             engine.module.head.weight.data.add_(1)
 
     on_ranks(use)
+
+
+USES: dict[str, Callable[[nn.Parameter], Any]] = {
+    "pow": lambda weight: weight.pow(2).sum(),
+    "sum": lambda weight: weight.sum(),
+    "linear": torch.no_grad()(lambda weight: weight * torch.ones(1)),
+    "view": lambda weight: weight.view(-1),
+    "zero_": torch.no_grad()(lambda weight: weight.zero_()),
+    "fill_": lambda weight: weight.data.fill_(1),
+    "normal_": nn.init.normal_,
+    "add_": torch.no_grad()(lambda weight: weight.add_(1)),
+    "_foreach_add_": torch.no_grad()(lambda weight: torch._foreach_add_([weight], 1)),
+    "__setitem__": lambda weight: weight.data.__setitem__(0, 1.0),
+    "add": lambda weight: torch.add(torch.ones(1), 1, out=weight.data),
+    "copy": copy.deepcopy,
+}
+
+
+def test_a_use_or_an_edit_of_a_released_parameter_names_it_and_the_cures() -> None:
+    model = make_model()
+    model.gain = nn.Parameter(torch.ones(1))
+    model.gain.requires_grad_(False)
+    model.blocks[0].scalar = nn.Parameter(torch.ones(1))
+
+    def use(engine: Any) -> None:
+        kept = dict(engine.module.named_parameters())
+        for name in ("blocks.1.up.weight", "blocks.0.scalar", "gain"):
+            for call, of in USES.items():
+                named = "__mul__" if call == "linear" else call
+                with pytest.raises(
+                    WherryError, match=rf"^{name}: .*gathered\(.*register_external_parameter\("
+                ) as raised:
+                    of(kept[name])
+                assert f": {named} was called" in str(raised.value) or call == "linear"
+            weight = kept[name]
+            # What says nothing of its values, and a look at it alone.
+            assert isinstance(weight, nn.Parameter) and type(weight).__name__ == "Parameter"
+            assert torch.zeros_like(weight).shape == weight.shape and weight.to("cpu") is weight
+            assert weight.grad is None and "released" in repr(weight)
+            with torch.no_grad():
+                assert weight.norm().isnan() and weight.data.isnan().all() and weight.detach().isnan().all()
+            with wherry.gathered(weight):
+                assert type(weight) is nn.Parameter and weight.pow(2).sum().isfinite()
+        engine.close()
+        with pytest.raises(WherryError, match=r"sum: .*closed.*engine\.unwrap\(\)"):
+            kept["gain"].sum()
+
+    on_ranks(use, model=model, optimizer=None, config={"optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
 
 
 @pytest.mark.parametrize("stage", [0, 2, 3])

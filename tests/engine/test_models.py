@@ -9,7 +9,15 @@ from typing import Any
 import pytest
 import torch
 from tests.covering import Case, name_of, pairs
-from tests.engine.harness import Run, assert_close, assert_equal, gathered, make_model, train_engine, train_plain
+from tests.engine.harness import (
+    Run,
+    assert_close,
+    assert_equal,
+    gathered,
+    make_model,
+    train_engine,
+    train_plain,
+)
 from tests.models import MODELS, D, Residual, Stack, sgd, vectors
 from torch import nn
 from torch.nn import functional as F
@@ -212,9 +220,33 @@ class UndefinedGradient(Stack):
         return self.out(x)
 
 
+class ReturnedWeights(Stack):
+    """Modules that return a weight of their own, as it is and as a view."""
+
+    class Bare(nn.Module):
+        def __init__(self, *, turned: bool) -> None:
+            super().__init__()
+            self.weight, self.turned = nn.Parameter(torch.eye(D) + 0.1), turned
+
+        def forward(self) -> torch.Tensor:
+            return self.weight.t() if self.turned else self.weight
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bare = nn.ModuleList([self.Bare(turned=False), self.Bare(turned=True)])
+
+    def run(self, x: torch.Tensor) -> torch.Tensor:
+        weights = [bare() for bare in self.bare]
+        for block in self.blocks:
+            x = block(x)
+        return self.out(x @ weights[0] @ weights[1])
+
+
 @pytest.mark.parametrize(
     ("cls", "stage", "policy"),
     [
+        (ReturnedWeights, 2, "before_use"),
+        (ReturnedWeights, 3, "before_use"),
         (BoxedOutputs, 2, "at_step"),
         (BoxedOutputs, 3, "before_use"),
         (LossesAside, 0, "before_use"),
@@ -273,7 +305,30 @@ def of_a_forward_inside_gathered(model: Any, x: torch.Tensor, y: torch.Tensor) -
         return model(x, y)
 
 
-LOSSES = [by_other_methods, with_a_penalty, of_several_forwards, of_a_forward_inside_gathered]
+def of_weights_inside_gathered(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Run the backward after the end of gathered."""
+    loss = model(x, y)
+    with wherry.gathered(model.parameters()):
+        return loss + sum(parameter.pow(2).sum() for parameter in model.parameters())
+
+
+def of_external_weights(model: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    kept = list(model.parameters())
+    handles = [wherry.register_external_parameter(model.out, parameter) for parameter in kept]
+    loss = model(x, y) + sum(parameter.pow(2).sum() for parameter in kept)
+    for handle in handles:
+        handle.remove()
+    return loss
+
+
+LOSSES = [
+    by_other_methods,
+    with_a_penalty,
+    of_several_forwards,
+    of_a_forward_inside_gathered,
+    of_weights_inside_gathered,
+    of_external_weights,
+]
 
 
 @pytest.mark.parametrize("stage", [0, 3])

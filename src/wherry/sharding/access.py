@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from wherry.errors import WherryError
 from wherry.fake import address_of
@@ -18,7 +19,7 @@ from wherry.sharding.init import entered
 from wherry.sharding.layout import SegmentSpan, tile_places
 from wherry.sharding.param_shard import own_values, shard_of, shards_gathered
 from wherry.sharding.unit import Flat, Unit, Weights
-from wherry.sharding.watched_params import HANDLE, Hook, Mark
+from wherry.sharding.watched_params import HANDLE, Hook, Mark, nothing
 from wherry.sharding.weights import Gatherer
 
 
@@ -94,6 +95,17 @@ class Access:
         self.settle()
         with self._gathered(flats, modifier_rank):
             yield
+
+    def name_of(self, parameter: nn.Parameter) -> str | None:
+        """Return a parameter's name in the model; None after `close`."""
+        place = self.place_of.get(parameter)
+        return None if place is None else place[0].layout.slots[place[1]].name
+
+    def keep_whole(self, parameter: nn.Parameter) -> None:
+        """Gather a parameter's unit here, until the end of the backward."""
+        unit = self.unit_of[self.place_of[parameter][0]]
+        unit.share()
+        self.gatherer.gather(unit)
 
     @contextmanager
     def held_whole(self, what: str) -> Iterator[None]:
@@ -286,4 +298,46 @@ def gathered(
         for comm in dict.fromkeys(shard.comm for shard in shards if modifier_rank is not None or not shard.whole):
             comm.meet("gathered()")
         stack.enter_context(shards_gathered(shards, modifier_rank))
+        if chosen and torch.is_grad_enabled():
+            # A backward after the end reads what autograd has saved. It saves a parameter as an object, which is
+            # released by then, and of a detached one the memory, which stays.
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(torch.Tensor.detach, _same))
         yield
+
+
+def _same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> RemovableHandle:
+    """Gather `parameter` before each forward of `module`, and keep it whole to the end of the backward.
+
+    For a weight that the module, or a loss after it, uses and the module does not hold. A weight that a forward reads
+    from another module, as `self.embed.weight`, is gathered without it. Every rank must call it, before or after
+    `wherry.initialize`; the handle's `remove()` ends it.
+
+        wherry.register_external_parameter(model, model.embed.weight)
+        loss = loss_of(engine(inputs) @ model.embed.weight.t(), targets)
+    """
+    if not isinstance(parameter, nn.Parameter):
+        raise WherryError(
+            f"register_external_parameter: expected a torch.nn.Parameter, got {type(parameter).__name__}; give it a "
+            "weight of the model, as in register_external_parameter(module, model.embed.weight)"
+        )
+    return module.register_forward_pre_hook(_GatherExternal(parameter))
+
+
+class _GatherExternal(Hook):
+    """The hook of a module that uses a parameter of another. A copy of the module is one that uses the copy's."""
+
+    def __init__(self, parameter: nn.Parameter) -> None:
+        super().__init__(self._gather)
+        self.parameter = parameter
+
+    def _gather(self, module: nn.Module, args: Any) -> None:
+        access = getattr(self.parameter, HANDLE, nothing)()
+        if access is not None:
+            access.keep_whole(self.parameter)
+
+    def __reduce__(self) -> Any:
+        return _GatherExternal, (self.parameter,)

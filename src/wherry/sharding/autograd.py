@@ -93,7 +93,8 @@ class Backward:
 
 def accumulates(parameter: nn.Parameter) -> bool:
     """Whether the backward that runs makes this parameter's gradient."""
-    with torch.enable_grad():
+    # A released parameter raises in a graph.
+    with torch.enable_grad(), torch._C.DisableTorchFunctionSubclass():
         node = parameter.view_as(parameter).grad_fn
     accumulate = node.next_functions[0][0] if node is not None else None
     if accumulate is None:

@@ -10,6 +10,7 @@ from typing import Protocol
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass
 
 from wherry import native
 from wherry.errors import WherryError
@@ -245,17 +246,18 @@ class FlatGradient:
     def _take_into(self, parts: Sequence[torch.Tensor], *, add: bool) -> None:
         """Move autograd's gradients to the parts of a flat; missing ones count as zeros."""
         present, grads, missing = [], [], []
-        for parameter, part in zip(self.flat.parameters, parts, strict=True):
-            grad = parameter.grad
-            if grad is None:
-                missing.append(part)
-            else:
-                present.append(part)
-                if self.flat.distributed:
-                    grad = local_gradient(parameter, grad)
-                grad = grad if grad.layout is torch.strided else grad.to_dense()
-                grads.append(grad.detach() if grad.requires_grad else grad)
-                parameter.grad = None
+        with DisableTorchFunctionSubclass():  # the weights may be released by now
+            for parameter, part in zip(self.flat.parameters, parts, strict=True):
+                grad = parameter.grad
+                if grad is None:
+                    missing.append(part)
+                else:
+                    present.append(part)
+                    if self.flat.distributed:
+                        grad = local_gradient(parameter, grad)
+                    grad = grad if grad.layout is torch.strided else grad.to_dense()
+                    grads.append(grad.detach() if grad.requires_grad else grad)
+                    parameter.grad = None
         if present:
             (torch._foreach_add_ if add else torch._foreach_copy_)(present, grads)
         if missing and not add:

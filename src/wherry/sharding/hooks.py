@@ -195,7 +195,7 @@ class Hooks:
         if self.running[root.index] or backward_task() != NO_TASK:
             return
         begins = partial(self._root_pre_backward, self._version)
-        awaits_backward = torch.is_grad_enabled() and self._hook_outputs(output, begins)
+        awaits_backward = self._hook_outputs(output, begins)
         if self.interleaver is not None:
             return
         if output is None and sys.exc_info()[0] is not None:
@@ -294,7 +294,7 @@ class Hooks:
         # A recomputation inside a backward: the weights are needed again at once.
         if self.running[unit.index] or backward_task() != NO_TASK:
             return
-        awaits_backward = torch.is_grad_enabled() and self._hook_outputs(output, partial(self._pre_backward, unit))
+        awaits_backward = self._hook_outputs(output, partial(self._pre_backward, unit), unit)
         if self.interleaver is not None and self.interleaver.needed(unit):
             return
         if not unit.shared or not (awaits_backward or self.running[self.root.index]):
@@ -312,13 +312,19 @@ class Hooks:
             self._frozen.watch(unit, args, kwargs, output, together=self.interleaver is not None)
         self._post_forward(unit, module, args, output)
 
-    def _hook_outputs(self, output: Any, hook: Callable[[torch.Tensor], torch.Tensor | None]) -> bool:
-        hooked = False
+    def _hook_outputs(
+        self, output: Any, hook: Callable[[torch.Tensor], torch.Tensor | None], unit: Unit | None = None
+    ) -> bool:
+        """Hook what a backward can come from; tell whether it can. A `unit` that returns a weight stays gathered."""
+        comes = False
         for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(hook)
-                hooked = True
-        return hooked
+            if (tensor.is_leaf or tensor._is_view()) and unit is not None and self.saved.is_weight(tensor):
+                unit.share()
+            if tensor.requires_grad and torch.is_grad_enabled():
+                if not tensor.is_leaf:  # a weight that is returned would keep the hook
+                    tensor.register_hook(hook)
+                comes = True
+        return comes
 
     def settle(self) -> None:
         """Complete updates that are under way, for whoever goes through all parameters."""

@@ -40,12 +40,20 @@ class SavedWeights:
             return nullcontext()
         return torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack)
 
+    def is_weight(self, tensor: torch.Tensor) -> bool:
+        """Tell whether a tensor is a weight of a flat, or a view of one."""
+        packed = self.pack(tensor)
+        return isinstance(packed, tuple) and packed[2] is None
+
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | Packed:
         """What autograd keeps of a tensor: itself, or with the flat that it is a view of, or was cast from."""
         place = None if type(tensor) is torch.Tensor else inside(tensor)
         inner = tensor if place is None else getattr(*place)
         if self._flat_of:
-            flat = self._flat_of.get(inner.untyped_storage()._cdata)
+            try:
+                flat = self._flat_of.get(inner.untyped_storage()._cdata)
+            except NotImplementedError:  # a sparse tensor, or one of torch.vmap
+                flat = None
             if flat is not None:
                 return tensor, flat, None
             cast = tensor._base if tensor._is_view() else tensor

@@ -14,6 +14,7 @@ from wherry.parallel.partition import is_dtensor
 from wherry.placement import Tier
 from wherry.sharding.layout import FlatLayout
 from wherry.sharding.quantized import Attribute, placeholder, places
+from wherry.sharding.released import classes_of
 from wherry.tickets import DONE, Ticket
 from wherry.tiers.elastic import Elastic
 from wherry.tiers.storage import Storage, opened
@@ -74,10 +75,12 @@ class Flat:
         self._shard = None
         if storage is None:
             self._shard = self.whole[self.own] if resident else torch.empty_like(self.whole[self.own])
-        # What a released parameter reads as: a stray read is loud, never stale. A view that somebody made of it while
-        # it was whole, and kept, is none of these: on Linux's host it reads as NaN too, elsewhere its memory is gone.
+        # What a released parameter reads as, where it does not raise: a stray read is loud, never stale. A view that
+        # somebody made of it while it was whole, and kept, is none of these: on Linux's host it reads as NaN too,
+        # elsewhere its memory is gone.
         blank = placeholder(self.dtype, device)
         self.blanks = [blank.expand(slot.shape) for slot in layout.slots]
+        self.note_classes()
         self.weights = Weights.WHOLE
         self.ticket: Ticket = DONE
         # What still reads its shard, or its optimizer state, on the device: whoever changes these waits for it first.
@@ -241,11 +244,23 @@ class Flat:
 
     def show_whole(self) -> None:
         """Let the parameters be views of the whole buffer."""
+        for parameter, whole, _ in self._classes:
+            parameter.__class__ = whole
         self.show(self.views)
 
     def show_blanks(self) -> None:
-        """Let the parameters be placeholders, which keep shape and dtype and read as NaN."""
+        """Let the parameters be placeholders, which keep shape and dtype, and read as NaN or raise (`released`)."""
         self.show(self.blanks)
+        for parameter, _, released in self._classes:
+            parameter.__class__ = released
+
+    def note_classes(self) -> None:
+        """Look up the classes that the parameters have: whole, and released. Some kinds have one only."""
+        self._classes = [
+            (parameter, *classes)
+            for parameter, places in zip(self.parameters, self.places, strict=True)
+            if places[0][1] == "data" and (classes := classes_of(parameter)) is not None
+        ]
 
     def show(self, tensors: Sequence[torch.Tensor]) -> None:
         """Let these be the values of the parameters."""

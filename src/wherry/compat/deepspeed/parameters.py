@@ -22,8 +22,10 @@ from wherry.errors import WherryError
 from wherry.parallel.comm import Comm
 from wherry.parallel.partition import is_dtensor
 from wherry.placement import Tier
+from wherry.sharding import access
 from wherry.sharding.access import gathered
 from wherry.sharding.param_shard import shard_of
+from wherry.sharding.released import change_class
 from wherry.sharding.unit import Flat, Weights
 from wherry.sharding.watched_params import Mark
 
@@ -269,7 +271,7 @@ def mark_parameter(parameter: nn.Parameter, comm: Comm) -> None:
     parameter.__dict__.update(
         ds_id=next(_numbers), ds_active_sub_modules=set(), is_external_param=False, _wherry_comm=comm
     )
-    parameter.__class__ = _marked(type(parameter))
+    change_class(parameter, _marked)
 
 
 _engines: weakref.WeakSet[Engine] = weakref.WeakSet()
@@ -297,6 +299,8 @@ def mark(engine: Engine) -> None:
     torch.Tensor.ds_status = ZeroParamStatus.AVAILABLE  # type: ignore[attr-defined]
     for module in engine.module.modules():
         _external(module)
+    for flat in (flat for unit in engine.units for flat in unit.flats):
+        flat.note_classes()
     for unit in engine.units:
         for flat in unit.travelling:
             if not flat.distributed:
@@ -307,7 +311,7 @@ def mark(engine: Engine) -> None:
 
 def _unmark(parameter: nn.Parameter) -> None:
     if isinstance(parameter, Marks):
-        parameter.__class__ = type(parameter).__mro__[2]
+        change_class(parameter, lambda marked: marked.__mro__[2])
     for name in ("ds_id", "ds_active_sub_modules", "is_external_param", "_wherry_comm", _HELD):
         parameter.__dict__.pop(name, None)
 
@@ -321,7 +325,9 @@ def unmark(engine: Engine) -> None:
         parameter.__dict__.pop(ENGINE, None)
         _unmark(parameter)
     for module in engine.module.modules():
-        for name in ("ds_external_parameters", "_external_params"):
+        for handle in module.__dict__.get("_external_handles", {}).values():
+            handle.remove()
+        for name in ("ds_external_parameters", "_external_params", "_external_handles"):
             module.__dict__.pop(name, None)
 
 
@@ -362,7 +368,7 @@ def check_all_used(engine: Engine) -> None:
         )
 
 
-# Parameters that a module uses and does not own. They are gathered when they are read: the lists are for scripts.
+# Parameters that a module uses and does not own. The lists are for scripts.
 
 
 def _external(module: nn.Module) -> dict[int, nn.Parameter]:
@@ -375,9 +381,12 @@ def _external(module: nn.Module) -> dict[int, nn.Parameter]:
 
 
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
-    """Nothing that training needs: a weight that is read outside its own module is gathered when it is read."""
+    """Gather a weight for each forward of a module that uses it and does not hold it."""
     if not isinstance(parameter, nn.Parameter):
         raise RuntimeError("Parameter is not a torch.nn.Parameter")
+    if id(parameter) not in _external(module):
+        handles = module.__dict__.setdefault("_external_handles", {})
+        handles[id(parameter)] = access.register_external_parameter(module, parameter)
     _external(module)[id(parameter)] = parameter
     parameter.__dict__["is_external_param"] = True
 
@@ -387,3 +396,4 @@ def unregister_external_parameter(module: nn.Module, parameter: torch.Tensor) ->
         raise RuntimeError("Parameter is not a torch.nn.Parameter")
     if module.__dict__.get("_external_params", {}).pop(id(parameter), None) is None:
         raise RuntimeError("Parameter is not a registered external parameter of module.")
+    module.__dict__["_external_handles"].pop(id(parameter)).remove()
