@@ -125,7 +125,10 @@ class Engine(nn.Module):
         self._reporter = Reporter(config, topology.traffic, self._log, synchronize)
         self._nonfinite = NonFinite(config.nonfinite(), topology, units, gradients, self._scaler, self._log)
         beside = offload.policy.beside
-        self._hooks = Hooks(module, units, gatherer, gradients, self, updates_beside=beside, layer_major=major)
+        self._hooks = Hooks(
+            module, units, gatherer, gradients, self, updates_beside=beside, layer_major=major,
+            saves_by_hooks=config.activation_checkpointing.resolved_policy() != "none",
+        )  # fmt: skip
         self._activations = activations.build(config, module, units, self._hooks.saved, topology, gatherer.gather)
         if offload.spec is not None:
             self.optimizer = self.make_optimizer(offload.spec.instance)
@@ -159,6 +162,8 @@ class Engine(nn.Module):
         if model._compiled_call_impl is not None:
             refuse_whole(model)
         hooks = self._hooks
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            hooks.check_transforms()
         with hooks.turns.taken("forward"):
             if hooks.running[0] or hooks.backward.running:
                 self._check_turn("forward")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -15,6 +16,7 @@ from tests.engine.harness import (
     assert_equal,
     gathered,
     make_model,
+    on_ranks,
     train_engine,
     train_plain,
 )
@@ -23,6 +25,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import wherry
+from wherry.errors import WherryError
 
 STEPS = 4
 
@@ -344,3 +347,45 @@ def test_losses_of_more_than_one_forward(loss: Callable[..., torch.Tensor], stag
 
     model, common = make_model(Encoder), dict[str, Any](ranks=2, steps=3, batch=batch, optimizer=sgd)
     assert_close(train_engine(model, stage=stage, finish=look, **common), train_plain(model, **common))
+
+
+# Transforms of a model, and whether partitioned weights, and recomputation, refuse them.
+TRANSFORMS: dict[str, tuple[Callable[[Any, Any, Any], torch.Tensor], bool, bool]] = {
+    "grad": (lambda model, x, y: torch.func.grad(model)(x, y), True, True),
+    "hessian": (lambda model, x, y: torch.func.hessian(model)(x, y), True, True),
+    "jvp": (lambda model, x, y: torch.func.jvp(model, (x, y), (y, x))[1], True, False),
+    "vmap": (lambda model, x, y: torch.func.vmap(model)(x, y), False, False),
+    "vjp of autograd": (lambda model, x, y: torch.autograd.functional.vjp(model, (x, y))[1][0], False, False),
+    "functional_call": (
+        lambda model, x, y: torch.func.functional_call(
+            model, {name: torch.full(p.shape, 0.1) for name, p in model.named_parameters()}, (x, y)
+        ),
+        False,
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize(("stage", "recomputes"), [(2, False), (2, True), (3, False), (3, True)])
+def test_transforms_of_torch_func_give_their_results_or_are_refused(stage: int, recomputes: bool) -> None:
+    batch = vectors(0, 0, 0)
+    # Levels of forward derivatives are the process's, and ranks are threads here.
+    one_at_a_time = threading.Lock()
+    config: dict[str, Any] = {"activation_checkpointing": {"policy": "recompute"}} if recomputes else {}
+    model = make_model(Stack)
+
+    def use(engine: Any) -> None:
+        for name, (call, refused_in_parts, refused_in_saving) in TRANSFORMS.items():
+            for target in (engine.module,) if name == "functional_call" else (engine, engine.module):
+                if (refused_in_parts and stage == 3) or (refused_in_saving and recomputes):
+                    with (
+                        one_at_a_time,
+                        pytest.raises(WherryError, match=r"forward: torch\.func\..*torch\.autograd\.functional"),
+                    ):
+                        call(target, *batch)
+                else:
+                    torch.testing.assert_close(call(target, *batch), call(model, *batch))
+        engine.backward(engine(*batch))
+        engine.step()
+
+    on_ranks(use, ranks=1 if stage < 3 else 2, stage=stage, model=model, config=config, optimizer=sgd)

@@ -50,7 +50,9 @@ class Hooks:
         *,
         updates_beside: bool = False,
         layer_major: bool = False,
+        saves_by_hooks: bool = False,
     ) -> None:
+        """`saves_by_hooks`: activations are recomputed or offloaded, by hooks on what autograd saves."""
         self.model = model
         # Whether a unit may be used while its update is still under way.
         self.updates_beside = updates_beside
@@ -87,6 +89,7 @@ class Hooks:
         self.travels = any(unit.travelling for unit in units)
         # Whether this rank may pass over units whose collectives the others run.
         self._passes_over = gradients.comm.size > 1 and any(unit.travelling and not unit.root for unit in units)
+        self._saves_by_hooks = saves_by_hooks
         self._install(layer_major=layer_major)
 
     def _note_places(self) -> None:
@@ -163,6 +166,10 @@ class Hooks:
 
     def _root_pre_forward(self, module: nn.Module, args: Any) -> None:
         root = self.root
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            self._refused.add(get_ident())
+            self.check_transforms()
+            self._refused.remove(get_ident())
         if self.interleaver is None and backward_task() == NO_TASK:
             turns, me = self.turns, get_ident()
             inside = self.running[root.index] and turns.forward != me
@@ -175,6 +182,21 @@ class Hooks:
         self.running[root.index] += 1
         if root.travelling or self.updates_beside:
             self.gatherer.gather(root)
+
+    def check_transforms(self) -> None:
+        """Refuse the transforms of torch.func that gathers, or saved-tensor hooks, cannot run in; vmap is none."""
+        kinds = {interpreter.key().name for interpreter in torch._C._functorch.get_interpreter_stack() or ()}
+        if self.travels and kinds & {"Grad", "Jvp"}:
+            why, cure = "gathers partitioned weights in place", 'set "zero_optimization": {"stage": 2} or less'
+        elif self._saves_by_hooks and "Grad" in kinds:
+            why, cure = "keeps activations by saved-tensor hooks", 'leave out "activation_checkpointing"'
+        else:
+            return
+        raise WherryError(
+            f"forward: torch.func.{{grad, vjp, jvp, jacrev, jacfwd, hessian}} do not support an engine that {why}; "
+            f"{cure}, or use torch.autograd.grad or torch.autograd.functional, which do, as torch.vmap and "
+            "torch.func.functional_call do"
+        )
 
     def _check_turn(self) -> None:
         """A forward begins where another has not ended, or a backward: a thread is inside, or they have failed."""
@@ -350,6 +372,7 @@ class Hooks:
 
     def call(self, method: Callable[..., T], args: Any, kwargs: Any) -> T:
         """A method of the model other than its forward: weights that it reads by itself are gathered for it."""
+        self.check_transforms()
         self._calling += 1
         try:
             with self.saved.around():

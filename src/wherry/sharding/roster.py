@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass
 
 from wherry.errors import WherryError
 from wherry.fake import is_fake
@@ -57,9 +58,10 @@ class Roster:
         self._flats = [f for unit in units for f in unit.flats if not (f.distributed or is_fake(f.whole))]
         self._travelling = [flat for flat in self._flats if not flat.resident]
         frozen = [p for unit in units for flat in unit.flats if not flat.trainable for p in flat.parameters]
-        # They are trained once they require a gradient, or never.
+        # Frozen parameters that are trained once they require a gradient, and those that never are.
         self.waiting = [parameter for parameter in frozen if parameter in optimized]
         self._untrained = [parameter for parameter in frozen if parameter not in optimized]
+        self._optimized = optimized
 
     def _note_tree(self) -> None:
         """Note the children of modules, and the identities of the parameters in modules that hold some."""
@@ -78,7 +80,8 @@ class Roster:
     @property
     def unfrozen(self) -> list[str]:
         """The parameters that the optimizer was given frozen, and that require a gradient now."""
-        return [self._name_of(parameter) for parameter in self.waiting if parameter.requires_grad]
+        with DisableTorchFunctionSubclass():
+            return [self._name_of(parameter) for parameter in self.waiting if parameter.requires_grad]
 
     def check(self) -> None:
         """Raise if a parameter has changed since the engine was built so that it is not trained."""
@@ -86,15 +89,16 @@ class Roster:
             self._check_tree()
             self._note_tree()
         self._check_data(self._flats)
-        for parameter in self._untrained:
-            if parameter.requires_grad:
+        with DisableTorchFunctionSubclass():
+            trained = [parameter for parameter in self._untrained + self.waiting if parameter.requires_grad]
+        for parameter in trained:
+            if parameter not in self._optimized:
                 raise WherryError(
                     f"{self._name_of(parameter)}: this parameter was frozen at wherry.initialize and requires a "
                     "gradient now, and the optimizer was not given it; give the optimizer all that is ever to be "
                     "trained (model_parameters=model.parameters(), where the config names it), or freeze it again"
                 )
-        for parameter in self.waiting:
-            if parameter.requires_grad and parameter.grad is not None:
+            if parameter.grad is not None:
                 raise WherryError(
                     f"{self._name_of(parameter)}: this parameter came to require a gradient within an accumulation "
                     "window, of which this gradient is a part; unfreeze it after a step and before the next forward"
@@ -106,12 +110,13 @@ class Roster:
 
     def _check_data(self, flats: Sequence[Flat]) -> None:
         address = torch.Tensor.data_ptr
-        for flat in flats:
-            if not flat.resident and flat.weights is not Weights.RELEASED:
-                continue
-            shown = flat.views if flat.resident and not flat.pending else flat.blanks
-            if list(map(address, flat.parameters)) != list(map(address, shown)):
-                self._check_flat(flat)
+        with DisableTorchFunctionSubclass():  # released parameters look at each call
+            for flat in flats:
+                if not flat.resident and flat.weights is not Weights.RELEASED:
+                    continue
+                shown = flat.views if flat.resident and not flat.pending else flat.blanks
+                if list(map(address, flat.parameters)) != list(map(address, shown)):
+                    self._check_flat(flat)
 
     def _check_flat(self, flat: Flat) -> None:
         # One whose update is under way shows placeholders from the step on, until the update is waited for.
