@@ -340,10 +340,12 @@ class Hooks:
         """Hook what a backward can come from; tell whether it can. A `unit` that returns a weight stays gathered."""
         comes = False
         for tensor in tensors_in(output):
-            if (tensor.is_leaf or tensor._is_view()) and unit is not None and self.saved.is_weight(tensor):
+            # Others may compute what they are when they are asked for more, as lazy logits do.
+            plain = type(tensor) is torch.Tensor or issubclass(type(tensor), nn.Parameter)
+            if plain and (tensor.is_leaf or tensor._is_view()) and unit is not None and self.saved.is_weight(tensor):
                 unit.share()
             if tensor.requires_grad and torch.is_grad_enabled():
-                if not tensor.is_leaf:  # a weight that is returned would keep the hook
+                if not (plain and tensor.is_leaf):  # which would keep the hook
                     tensor.register_hook(hook)
                 comes = True
         return comes
