@@ -31,7 +31,6 @@ from .harness import (
     weights_of,
 )
 
-TIERS = ("", "cpu", "nvme")
 STEPS = 6
 
 
@@ -69,7 +68,7 @@ def train_unfreezing(stage: int, ranks: int, more: dict[str, Any], accumulation:
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_unfrozen_parameters_are_trained_as_by_plain_pytorch(ranks: int, tmp_path: Path, caplog: Any) -> None:
+def test_unfrozen_parameters_are_trained_as_by_plain_pytorch(ranks: int, caplog: Any) -> None:
     caplog.set_level(logging.INFO, "wherry")
     how: Any = {"accumulation": 2, "clip": 0.5}
     plain = train_plain(frozen_model(), ranks=ranks, steps=STEPS, before_step=unfreeze, **how)
@@ -77,9 +76,14 @@ def test_unfrozen_parameters_are_trained_as_by_plain_pytorch(ranks: int, tmp_pat
     messages = [record.getMessage() for record in caplog.records if "trained from here on" in record.getMessage()]
     assert [message.split(":")[0] for message in messages] == ["step 3", "step 4", "step 5"]
     assert "2 frozen parameters" in messages[0] and "blocks.1.up.weight, blocks.1.up.bias" in messages[0]
-    first = train_unfreezing(0, ranks, {})
-    for stage, tier in ((1, ""), (2, "cpu"), (2, "nvme"), (3, ""), (3, "cpu"), (3, "nvme")):
-        assert_equal(train_unfreezing(stage, ranks, {"zero_optimization": block(stage, tier, tmp_path)}), first)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "stage", "tier"), [(1, 3, "nvme"), (2, 1, ""), (2, 2, "cpu"), (2, 3, ""), (2, 3, "nvme")]
+)
+def test_unfreezing_gives_the_bits_of_stage_0(ranks: int, stage: int, tier: str, tmp_path: Path) -> None:
+    run = train_unfreezing(stage, ranks, {"zero_optimization": block(stage, tier, tmp_path)})
+    assert_equal(run, train_unfreezing(0, ranks, {}))
 
 
 @pytest.mark.parametrize("policy", ["before_use", "in_backward", "delayed"])
