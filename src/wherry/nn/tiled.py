@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._C import DisableTorchFunctionSubclass
 from torch.nn import functional as F
 
 from wherry.errors import WherryError
@@ -164,7 +165,8 @@ def _join(module: nn.Module, state: dict[str, Any], prefix: str, metadata: Any) 
         whole = state.get(prefix + place.whole)
         if whole is None:
             whole = state[prefix + place.whole] = torch.empty(place.whole_shape, dtype=part.dtype, device=part.device)
-        place.of(whole).copy_(part.detach())
+        with DisableTorchFunctionSubclass():  # an engine replaces placeholders by values after this
+            place.of(whole).copy_(part.detach())
 
 
 def _split(module: nn.Module, state: dict[str, Any], prefix: str, *rest: Any) -> None:
