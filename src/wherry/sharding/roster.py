@@ -55,9 +55,10 @@ class Roster:
         for module in model.modules():
             module.__dict__["_apply"] = Moves(module, self._refuse_moves)
         self._note_tree()
-        self._flats = [f for unit in units for f in unit.flats if not (f.distributed or is_fake(f.whole))]
+        flats = [flat for unit in units for flat in unit.flats]
+        self._flats = [f for f in flats if not (f.distributed or is_fake(f.whole)) and _shows_data(f)]
         self._travelling = [flat for flat in self._flats if not flat.resident]
-        frozen = [p for unit in units for flat in unit.flats if not flat.trainable for p in flat.parameters]
+        frozen = [parameter for flat in flats if not flat.trainable for parameter in flat.parameters]
         # Frozen parameters that are trained once they require a gradient, and those that never are.
         self.waiting = [parameter for parameter in frozen if parameter in optimized]
         self._untrained = [parameter for parameter in frozen if parameter not in optimized]
@@ -121,9 +122,8 @@ class Roster:
     def _check_flat(self, flat: Flat) -> None:
         # One whose update is under way shows placeholders from the step on, until the update is waited for.
         shown = (flat.views,) * flat.resident + (flat.blanks,) * (flat.pending or not flat.resident)
-        for parameter, places, *tensors in zip(flat.parameters, flat.places, *shown, strict=True):
-            own = {tensor.data_ptr() for tensor in tensors}
-            if places[0][1] == "data" and parameter.data_ptr() not in own:
+        for parameter, *tensors in zip(flat.parameters, *shown, strict=True):
+            if parameter.data_ptr() not in {tensor.data_ptr() for tensor in tensors}:
                 raise WherryError(
                     f"{self._name_of(parameter)}: this parameter has been given other data since wherry.initialize (by "
                     "an assignment to its .data, set_() or swap_tensors), which is not trained; copy into it inside "
@@ -183,3 +183,8 @@ class Roster:
         self._held.clear()
         self._flats.clear()
         self._travelling.clear()
+
+
+def _shows_data(flat: Flat) -> bool:
+    """Tell whether its parameters have their values in `data`, and not in tensors that they are made of."""
+    return all(places[0][1] == "data" for places in flat.places)
