@@ -206,30 +206,31 @@ class Engine(nn.Module):
         if torch.is_grad_enabled():
             if self._hooks.travels:
                 self._roster.check_released()
-            if self._roster.waiting and self._life.now is Life.OPEN and not self._window.so_far:
+            if self._roster.waiting:
                 self._train_unfrozen()
         self._activations.begin()
 
     def _train_unfrozen(self) -> None:
         """Train from here on the parameters that the optimizer was given frozen, and that require a gradient now.
 
-        Their flats are laid out anew, a unit at a time. Everything that is trained already stays as it is.
+        Their flats are laid out anew, a unit at a time. All that is trained already stays as it is, as do flats in use:
+        within a window, inside `gathered`, and between a forward and its backward.
         """
         names = self._roster.unfrozen
-        if not names:
+        if not names or self._window.so_far or self._life.now is not Life.OPEN or self._in_use(self._unfrozen_flats()):
             return
-        call = f"step {self.global_steps + 1}"
+        call, unfrozen = f"step {self.global_steps + 1}", self._unfrozen_flats()
         agree(self.topology, call, stage=[("the list of parameters that are no longer frozen", ", ".join(names))])
         self._flush()
         self._gatherer.drop_reads()
         for unit in self.units:
             flats: list[Flat] = []
             for flat in unit.flats:
-                if flat.trainable or not any(parameter.requires_grad for parameter in flat.parameters):
+                if flat in unfrozen:
+                    self._gatherer.take_apart(flat)
+                    flats += self._builder.split(unit, flat)
+                else:
                     flats.append(flat)
-                    continue
-                self._gatherer.take_apart(flat)
-                flats += self._builder.split(unit, flat)
             unit.hold(flats)
         self._gatherer.take_stock()
         self._choose_gradients([flat for unit in self.units for flat in unit.flats])
@@ -240,6 +241,15 @@ class Engine(nn.Module):
         self._log.info(
             "%s: %d frozen parameters are trained from here on: %s%s", call, len(names), ", ".join(names[:3]), more
         )
+
+    def _unfrozen_flats(self) -> set[Flat]:
+        frozen = (flat for unit in self.units for flat in unit.flats if not flat.trainable)
+        return {flat for flat in frozen if any(parameter.requires_grad for parameter in flat.parameters)}
+
+    def _in_use(self, flats: Iterable[Flat]) -> bool:
+        """Tell whether somebody keeps any of them whole, or a backward to come has saved views of them."""
+        awaited = self._hooks.awaits_backward
+        return any(flat.pins or (awaited and not flat.resident) for flat in flats)
 
     def _choose_gradients(self, flats: Sequence[Flat]) -> None:
         policy = self._offload.gradient_policy(flats, self._window.batch.accumulation)
@@ -732,8 +742,7 @@ class Engine(nn.Module):
             self._end_updates_for_load()
             if states and self._window.so_far:
                 self._drop_window()  # whose gradients no update reads any more
-            if not self._window.so_far:
-                self._train_unfrozen()  # whose state the checkpoint may have
+            self._train_unfrozen()  # whose state the checkpoint may have
             try:
                 loaded = self._checkpoints.load(load_dir, tag, options)
                 self._gatherer.forget_near()
@@ -815,8 +824,7 @@ class Engine(nn.Module):
             raise
         world_of(self.topology).meet(call)
         self._flush()
-        if not self._window.so_far:
-            self._train_unfrozen()
+        self._train_unfrozen()
 
     def _session(self) -> Session:
         window = self._window

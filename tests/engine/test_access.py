@@ -168,7 +168,8 @@ def test_edits_outside_gathered_are_kept(case: str, stage: int, apart: bool) -> 
         with torch.no_grad():
             block.mix.weight.zero_()
             block.up.weight.data[3].zero_()
-            block.down.weight.data.mul_(-2)
+            block.down.weight.data.copy_(block.down.weight.flip(0))
+            block.down.weight.data[:, 3].neg_()
             block.down.bias.copy_(torch.linspace(-1, 1, WIDTH))
         edited = {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
         for _ in range(2):

@@ -86,6 +86,48 @@ def test_unfreezing_gives_the_bits_of_stage_0(ranks: int, stage: int, tier: str,
     assert_equal(run, train_unfreezing(0, ranks, {}))
 
 
+@pytest.mark.parametrize("stage", [0, 3])
+def test_one_block_is_frozen_while_another_is_unfrozen(stage: int) -> None:
+    def rotate(model: Any, step: int) -> None:
+        if step >= 2:
+            for number, one in enumerate(model.blocks):
+                one.requires_grad_(number == step % 3)
+
+    plain = train_plain(frozen_model(), ranks=2, steps=STEPS, before_step=rotate)
+    run = train_engine(
+        frozen_model(), stage=stage, ranks=2, steps=STEPS, before_step=lambda engine, step: rotate(engine.module, step)
+    )
+    assert_close(run, plain)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_flats_that_somebody_uses_are_laid_out_anew_later(stage: int, tmp_path: Path) -> None:
+    """Unfreeze inside `gathered` and while weights are held for generation; save there, and train after it."""
+
+    def use(engine: Any) -> dict[str, torch.Tensor]:
+        train(engine, 1)
+        before = weights_of(engine)
+        with wherry.gathered(engine.module):
+            engine.module.requires_grad_(True)
+            engine.save_checkpoint(tmp_path)
+        with wherry.gathered_for_generation(engine):
+            engine.save_16bit_model(tmp_path / "model")
+        train(engine, 2, 1)
+        after = weights_of(engine)
+        assert not any(torch.equal(after[name], value) for name, value in before.items())
+        return after
+
+    on_ranks(use, stage=stage, model=frozen_model())
+
+
+def test_parts_of_a_resident_flat_stay_resident() -> None:
+    """The limit of what stays gathered is as large as the model; its parts have more padding."""
+    model = frozen_model()
+    limit = sum(parameter.numel() for parameter in model.parameters()) + 300
+    zero = {"stage3_param_persistence_threshold": 10**6, "stage3_model_persistence_threshold": limit}
+    assert_equal(train_unfreezing(3, 2, {"zero_optimization": zero}), train_unfreezing(0, 2, {}))
+
+
 @pytest.mark.parametrize("policy", ["before_use", "in_backward", "delayed"])
 def test_updates_under_way_end_before_flats_are_laid_out_anew(policy: str) -> None:
     more = {"wherry": {"update_policy": policy}, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}}

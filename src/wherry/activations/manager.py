@@ -114,6 +114,8 @@ class Activations:
             yield
         finally:
             running.reset(token)
+            if self._caches is not None:
+                self._caches.turn(on=True)
 
     def begin(self) -> None:
         """A forward of the whole model begins, on all ranks."""

@@ -105,7 +105,8 @@ class Builder:
         flats = []
         for (dtype, trainable), members in kinds.items():
             name = f"{unit.name} (from {members[0][0]})" if trainable else flat.name
-            flats.append(self._filled(*self._lay_out(name, dtype, trainable, members, ()), {}, ()))
+            laid_out = self._lay_out(name, dtype, trainable, members, (), resident=flat.resident)
+            flats.append(self._filled(*laid_out, {}, ()))
         return flats
 
     def _tell_of_padding(self) -> None:
@@ -180,6 +181,8 @@ class Builder:
         trainable: bool,
         members: list[tuple[str, nn.Parameter]],
         sources: Container[nn.Parameter],
+        *,
+        resident: bool = False,
     ) -> tuple[Flat, torch.Tensor]:
         """A flat that has no values yet, and memory for what is drawn, as precise as the parameters are."""
         # A parameter that the optimizer was not given still gets gradients; it lies behind the groups.
@@ -198,7 +201,7 @@ class Builder:
         layout = lay_out(described, ranks, parts=parts, whole=whole)
         if any(group in whole for _, _, group in described):
             self._uncut.append(layout)
-        resident = not self.placement.parameters.partitioned
+        resident = resident or not self.placement.parameters.partitioned
         if not resident and layout.numel <= min(self.persistence_threshold, self.persistence_left):
             resident = True
             self.persistence_left -= layout.numel

@@ -134,8 +134,11 @@ class Gradients:
         self._arrivals = arrivals
         for gradient in self.all:
             for index, parameter in enumerate(gradient.flat.parameters):
-                arrived = gradient.arrival(index, arrivals)
+                arrived, trained = gradient.arrival(index, arrivals), parameter.requires_grad
+                # One that is frozen for a while keeps its hook; torch takes none of one that is frozen now.
+                parameter.requires_grad_(True)
                 self._handles.append(parameter.register_post_accumulate_grad_hook(arrived))
+                parameter.requires_grad_(trained)
 
     def begin(self) -> None:
         self._next = 0

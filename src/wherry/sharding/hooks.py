@@ -162,6 +162,11 @@ class Hooks:
         """Whether a forward or a backward of the model is running."""
         return bool(self.running[self.root.index]) or self.backward.running
 
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether a forward of this window has yet to get its backward, as far as is known."""
+        return bool(self._awaited)
+
     # Forward.
 
     def _root_pre_forward(self, module: nn.Module, args: Any) -> None:

@@ -118,9 +118,9 @@ def _refuse_shared_memory(model: nn.Module) -> None:
     parameters, buffers = list(model.named_parameters()), list(model.named_buffers())
     tensors = [tensor for _, tensor in (*parameters, *buffers)]
     for one, other in overlapping(tensors):
-        if other < len(parameters):
+        if other < len(parameters) and (tensors[one].requires_grad or tensors[other].requires_grad):
             raise _untied(parameters[one][0], parameters[other][0])
-        if one < len(parameters) and tensors[one].requires_grad:
+        if one < len(parameters) <= other and tensors[one].requires_grad:
             name, buffer = parameters[one][0], buffers[other - len(parameters)][0]
             raise WherryError(
                 f"{buffer}: this buffer shares memory with {name}, whose updates it would no longer see, as a trained "

@@ -114,6 +114,7 @@ def _defaults(options: Options, parameters: int, *, bf16: bool) -> dict[str, Any
                 "total_num_steps": max(options.steps, warmup + 1),
                 "warmup_num_steps": warmup,
                 "warmup_type": "linear",
+                "warmup_min_ratio": 1 / (warmup + 1),  # else the first update would change nothing
                 "cos_min_ratio": 0.1,
             },
         },

@@ -17,7 +17,7 @@ from wherry import native
 from wherry.fake import address_of, is_fake
 from wherry.placement import Tier
 from wherry.sharding.flat_gradient import FlatGradient
-from wherry.sharding.layout import SegmentSpan
+from wherry.sharding.layout import SHARD_ALIGNMENT, SegmentSpan
 from wherry.sharding.unit import Flat
 from wherry.tickets import DONE, Ticket
 from wherry.tiers.storage import Storage, opened
@@ -34,6 +34,9 @@ PIECE_NUMEL = 1 << 24
 STREAMED_NUMEL = 1 << 22
 # What an update of an element reads besides its moments, by name.
 WEIGHTS = ("working", "low", "master")
+
+# 2^64 over the golden ratio, which is odd, as an int64.
+_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
 
 # Parameters that no rank has a gradient for, by their place in the flat.
 Absent = Mapping[Flat, Collection[int]]
@@ -128,7 +131,7 @@ class FlatState:
         self._digest = _digest(self.flat.shard_memory)
 
     def compare_weights(self) -> torch.Tensor:
-        """Compare the weights with those that the last update has left. On a device the result stays there."""
+        """Tell whether the weights have changed since the last update. On a device the result stays there."""
         assert self._digest is not None, self.flat
         return _digest(self.flat.shard_memory) != self._digest
 
@@ -512,8 +515,11 @@ class UpdateBucket:
 
 
 def _digest(weights: torch.Tensor) -> torch.Tensor:
-    """Sum the bits of weights: any edit that is not a mere reordering changes the sum."""
-    return weights.view(torch.int64).sum()
+    """Sum the bits of weights, times odd numbers that depend on their places: any edit changes the sum."""
+    words = weights.view(torch.int64)
+    lines = (words ^ (words >> 31)).view(-1, SHARD_ALIGNMENT // 4)
+    sums = (lines * (torch.arange(1, 2 * lines.shape[1], 2, device=words.device) * _ODD)).sum(1)
+    return ((sums ^ (sums >> 29)) * torch.arange(1, 2 * len(sums), 2, device=words.device)).sum()
 
 
 def _moments(views: dict[str, State]) -> dict[str, State]:
