@@ -35,9 +35,6 @@ STREAMED_NUMEL = 1 << 22
 # What an update of an element reads besides its moments, by name.
 WEIGHTS = ("working", "low", "master")
 
-# 2^64 over the golden ratio, which is odd, as an int64.
-_ODD = 0x9E3779B97F4A7C15 - (1 << 64)
-
 # Parameters that no rank has a gradient for, by their place in the flat.
 Absent = Mapping[Flat, Collection[int]]
 
@@ -515,11 +512,10 @@ class UpdateBucket:
 
 
 def _digest(weights: torch.Tensor) -> torch.Tensor:
-    """Sum the bits of weights, times odd numbers that depend on their places: any edit changes the sum."""
+    """Sum the bits of weights in a way that depends on their places: edits and reorderings change the sum."""
     words = weights.view(torch.int64)
-    lines = (words ^ (words >> 31)).view(-1, SHARD_ALIGNMENT // 4)
-    sums = (lines * (torch.arange(1, 2 * lines.shape[1], 2, device=words.device) * _ODD)).sum(1)
-    return ((sums ^ (sums >> 29)) * torch.arange(1, 2 * len(sums), 2, device=words.device)).sum()
+    lines = (words ^ (words >> 31)).view(-1, SHARD_ALIGNMENT // 4).cumsum(1).sum(1)
+    return (lines ^ (lines >> 29)).cumsum(0).sum()
 
 
 def _moments(views: dict[str, State]) -> dict[str, State]:
