@@ -211,9 +211,9 @@ class Engine(nn.Module):
         self._activations.begin()
 
     def _train_unfrozen(self) -> None:
-        """Train from here on the parameters that the optimizer was given frozen, and that require a gradient now.
+        """Train parameters that the optimizer was given frozen and that require a gradient now.
 
-        Their flats are laid out anew, a unit at a time. All that is trained already stays as it is, as do flats in use:
+        Lay out their flats anew, a unit at a time; trained flats stay as they are. Leave flats in use for a later call:
         within a window, inside `gathered`, and between a forward and its backward.
         """
         names = self._roster.unfrozen

@@ -44,7 +44,7 @@ class KeyValueCaches:
             config.use_cache = on
 
     def refuse(self, unit: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Raise where a unit that will be recomputed is given a cache all the same."""
+        """Refuse a cache among the arguments of a unit that will be recomputed."""
         if any(isinstance(value, self._kind) for value in (*args, *kwargs.values())):
             raise WherryError(
                 f"activation_checkpointing: {unit} was called with a KV cache, to which its recomputation would append "

@@ -433,13 +433,13 @@ class _Loader:
             return
         for index, (group, given) in enumerate(zip(groups, saved, strict=True)):
             what = f"param_groups[{index}]"
-            found = self.reader.value(given["options"], what)
-            if "params" in found:
+            options = self.reader.value(given["options"], what)
+            if "params" in options:
                 raise CheckpointError(f"{what}: params are no option")
-            _check_alike({key: group[key] for key in self.session.optimizer.defaults}, found, what, optional=False)
+            _check_alike({key: group[key] for key in self.session.optimizer.defaults}, options, what, optional=False)
             undo.callback(group.update, dict(group))
             undo.callback(group.clear)
-            group.update(found)
+            group.update(options)
 
     def _load_rank_values(self, undo: ExitStack) -> None:
         session, ranks, value = self.session, self.manifest.ranks, self.reader.value
@@ -482,14 +482,14 @@ def _take(into: Any, state: Any, what: str, undo: ExitStack) -> None:
         raise CheckpointError(f"{what} is not taken: {describe(error)}") from error
 
 
-def _check_alike(own: Mapping[str, Any], found: Any, what: str, *, optional: bool = True) -> None:
-    """Raise where a value is of another kind than the one whose place it takes.
+def _check_alike(own: Mapping[str, Any], loaded: Any, what: str, *, optional: bool = True) -> None:
+    """Refuse a loaded value of another kind than the value that it replaces.
 
     `optional`: None may take the place of a number or a word, as of a norm that no step has had.
     """
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{what} is a {type(found).__name__}, expected a dict")
-    for key, value in found.items():
+    if not isinstance(loaded, dict):
+        raise CheckpointError(f"{what} is a {type(loaded).__name__}, expected a dict")
+    for key, value in loaded.items():
         if key in own and not _alike(own[key], value, optional):
             raise CheckpointError(f"{what}: {key} is {str(value)[:80]!r}, expected the like of {str(own[key])[:80]}")
 

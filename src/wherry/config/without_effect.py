@@ -68,7 +68,7 @@ class IdleKey:
         return TypeAdapter(bounded)
 
     def asks(self, value: Any) -> bool:
-        """Whether a value asks for what is not there."""
+        """Tell whether a value requests a feature that Wherry lacks."""
         if value in (None, False, "", {}, [], "auto", self.fine):
             return False
         if self.switch and isinstance(value, Mapping):

@@ -293,23 +293,27 @@ def _language_model(model: nn.Module) -> nn.Module | str:
     """The causal language model within; or why there is none whose sequence can be shared out."""
     base = getattr(sys.modules.get("transformers"), "PreTrainedModel", ())
     wanted = {"input_ids", "labels", "position_ids"}
-    found = next((each for each in model.modules() if isinstance(each, base) and wanted <= _taken(each)), None)
-    if found is None or found.config.is_encoder_decoder:
+    causal_lm = next((each for each in model.modules() if isinstance(each, base) and wanted <= _taken(each)), None)
+    if causal_lm is None or causal_lm.config.is_encoder_decoder:
         return (
             "expected a causal language model of Transformers, whose forward takes input_ids, labels and "
-            f"position_ids, got {type(found or model).__name__}"
+            f"position_ids, got {type(causal_lm or model).__name__}"
         )
-    text = found.config.get_text_config()
+    text = causal_lm.config.get_text_config()
     strange = {kind for kind in getattr(text, "layer_types", None) or () if "attention" not in kind or "linear" in kind}
-    if strange or any(isinstance(module, nn.Conv1d) for module in found.modules()):
-        return f"{type(found).__name__} has layers ({', '.join(strange) or 'convolutions'}) that go along the sequence"
-    if "loss_function" not in inspect.unwrap(type(found).forward).__code__.co_names:
-        return f"{type(found).__name__} computes its loss in a way of its own, from labels in a row"
-    if not any(hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS") for module in found.modules()):
-        return f"{type(found).__name__} computes attention in a way of its own, not by Transformers' interface"
-    if by_length := _knows_its_place(found, text):
-        return f"{type(found).__name__} has {by_length}, which parts of a sequence cannot have"
-    return found
+    if strange or any(isinstance(module, nn.Conv1d) for module in causal_lm.modules()):
+        return (
+            f"{type(causal_lm).__name__} has layers ({', '.join(strange) or 'convolutions'}) that go along the sequence"
+        )
+    if "loss_function" not in inspect.unwrap(type(causal_lm).forward).__code__.co_names:
+        return f"{type(causal_lm).__name__} computes its loss in a way of its own, from labels in a row"
+    if not any(
+        hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS") for module in causal_lm.modules()
+    ):
+        return f"{type(causal_lm).__name__} computes attention in a way of its own, not by Transformers' interface"
+    if by_length := _knows_its_place(causal_lm, text):
+        return f"{type(causal_lm).__name__} has {by_length}, which parts of a sequence cannot have"
+    return causal_lm
 
 
 def _knows_its_place(model: nn.Module, config: Any) -> str | None:

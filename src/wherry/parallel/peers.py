@@ -94,7 +94,7 @@ class Peers:
             self._name = f"{name}/{self._store.add(f'{name}/made/{self.rank}', 1)}"
             # What this rank fails with from here on is news to the others, whenever they come to make it.
             self._store.set(self._since(self.rank), str(self._store.add(f"times/{self.rank}", 0)))
-            # A process may end without a word, as by os._exit: whoever waits looks whether it is there.
+            # Peers that wait look up this process, as one that ends by os._exit leaves no message.
             self._store.set(self._process(self.rank), json.dumps(this_process()))
         # The ranks whose processes had ended at the last look.
         self._exited: list[int] = []
@@ -276,7 +276,7 @@ class Peers:
             if ended:
                 text = f"rank {self.rank} waits for {describe(asked)}, and rank {ended[0]} {ENDED}"
                 raise PeerError(text).with_ended_rank(ended[0])
-            # What a process has sent before its end may still be on its way: at the second look it is not.
+            # A process may have sent data just before it ended: the second look comes after its arrival.
             before, self._exited = self._exited, self._have_exited(self.ranks)
             for rank in before:
                 raise self._exit_of(rank, f"waits for {describe(asked)}")

@@ -123,7 +123,7 @@ class Gradients:
             )
             for i, flat in enumerate(flat for flat in flats if flat.trainable)
         ]
-        # Until the first backward has shown better: as built, backwards. The root unit, built first, comes last.
+        # The first backward records the order; until then, units in reverse, the root unit last.
         self._order = list(reversed(range(len(self.all))))
         self._order_agreed = self.comm.size == 1
 

@@ -164,7 +164,7 @@ class Hooks:
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether a forward of this window has yet to get its backward, as far as is known."""
+        """Tell whether a forward of this window has had no backward yet."""
         return bool(self._awaited)
 
     # Forward.
@@ -343,7 +343,7 @@ class Hooks:
         self, output: Any, hook: Callable[[torch.Tensor], torch.Tensor | None], unit: Unit | None = None
     ) -> bool:
         """Hook what a backward can come from; tell whether it can. A `unit` that returns a weight stays gathered."""
-        comes = False
+        can_run_backward = False
         for tensor in tensors_in(output):
             # Others may compute what they are when they are asked for more, as lazy logits do.
             plain = type(tensor) is torch.Tensor or issubclass(type(tensor), nn.Parameter)
@@ -352,8 +352,8 @@ class Hooks:
             if tensor.requires_grad and torch.is_grad_enabled():
                 if not (plain and tensor.is_leaf):  # which would keep the hook
                     tensor.register_hook(hook)
-                comes = True
-        return comes
+                can_run_backward = True
+        return can_run_backward
 
     def settle(self) -> None:
         """Complete updates that are under way, for whoever goes through all parameters."""

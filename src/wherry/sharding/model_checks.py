@@ -129,7 +129,7 @@ def _refuse_shared_memory(model: nn.Module) -> None:
 
 
 def _refuse_parted_by_init(model: nn.Module) -> None:
-    """Refuse parameters that shared memory inside `wherry.Init`, which has given each a shard of its own."""
+    """Refuse parameters that shared memory until `wherry.Init` partitioned each by itself."""
     names = {parameter: name for name, parameter in model.named_parameters()}
     for parameter, name in names.items():
         other = shared_with(parameter)

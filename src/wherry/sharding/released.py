@@ -51,23 +51,23 @@ class Released:
         else:
             attribute, looks = None, name == "detach" or name.endswith("_like") or name.startswith("new_")
         with DisableTorchFunctionSubclass():
-            given = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
-            own: Any = next((tensor for tensor in given if isinstance(tensor, Released)), None)
+            operands = [value for value in tree_leaves((args, kwargs)) if isinstance(value, torch.Tensor)]
+            own: Any = next((tensor for tensor in operands if isinstance(tensor, Released)), None)
             if own is None:
                 return call(*args, **kwargs)
             if attribute is None and (kwargs.get("out") is not None or _edits(name)):
                 raise _refusal(own, name)
             result = call(*args, **kwargs)
-            made = [
+            results = [
                 value
                 for value in (result if isinstance(result, list | tuple) else [result])
-                if isinstance(value, torch.Tensor) and not any(value is tensor for tensor in given)
+                if isinstance(value, torch.Tensor) and not any(value is tensor for tensor in operands)
             ]
-            if not looks and any(_computes(value, own, given) for value in made):
+            if not looks and any(_is_computation(value, own, operands) for value in results):
                 raise _refusal(own, name)
             if attribute is torch.Tensor.data and call.__name__ == "__set__":
                 own.__class__ = own.whole  # it has values again
-            if made and made[0] is result and attribute is not torch.Tensor.grad:
+            if results and results[0] is result and attribute is not torch.Tensor.grad:
                 return _as_view(result, own)
             return result
 
@@ -134,12 +134,12 @@ def _edits(name: str) -> bool:
     return name.endswith("_") and name not in _METADATA
 
 
-def _computes(result: torch.Tensor, own: torch.Tensor, given: list[torch.Tensor]) -> bool:
+def _is_computation(result: torch.Tensor, own: torch.Tensor, operands: list[torch.Tensor]) -> bool:
     """Tell whether a result is part of a model's computation, trained or not, and no look at the weight alone."""
     if result.requires_grad:
         return True
     in_graph = torch.is_grad_enabled() and isinstance(own, nn.Parameter)
-    with_others = not all(isinstance(tensor, Released) for tensor in given)
+    with_others = not all(isinstance(tensor, Released) for tensor in operands)
     return (in_graph or with_others) and result.is_floating_point()
 
 
