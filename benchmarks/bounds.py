@@ -15,6 +15,8 @@ UPDATE_BYTES = {"bf16": 26, "fp32": 28}
 # Bytes of one parameter's state on disk, weights aside: low halves and moments, or moments beside an fp32 weight.
 STATE_BYTES = {"bf16": 10, "fp32": 8}
 WEIGHT_BYTES = {"bf16": 2, "fp32": 4}
+# Bytes of one parameter that cross the bus for an update in bf16 that is streamed through the device.
+STREAMED_UP, STREAMED_DOWN = 12, 10
 ROUNDS = 7
 
 
@@ -24,6 +26,9 @@ def work_of(system: str, recipe: Recipe, gpu: bool) -> dict[str, float]:
     weight, update = (table[recipe.dtype] * recipe.parameters for table in (WEIGHT_BYTES, UPDATE_BYTES))
     disk = STATE_BYTES[recipe.dtype] * recipe.parameters * (place.optimizer == "nvme")
     on_disk = weight * (place.parameters == "nvme")
+    if recipe.update_on == "device":
+        # Low halves, moments and gradients go up, and all but the gradients come down again.
+        return {"streamed": float((STREAMED_UP + STREAMED_DOWN) * recipe.parameters), "down": float(weight)}
     found = {"update": update, "disk_read": disk + 2 * on_disk, "disk_write": disk + on_disk}
     if gpu and place.optimizer != "none":
         # Behind the update weights go up for the forward; those that rest on the host go up for the backward again.
@@ -47,9 +52,17 @@ def bound(
     (4.8, 'update')
     >>> bound(work, rates, forward=1.0, backward=2.5, waits=False)
     (3.5, 'compute')
+    >>> bound({"streamed": 20e9, "down": 2e9}, {"both ways": 10e9, "down": 5e9}, 1.0, 2.5, waits=True)
+    (4.5, 'streamed')
     """
     terms = {name: work[name] / rates[name] for name in ("disk_read", "disk_write") if name in work}
-    compute, update, up = forward + backward, work["update"], work.get("up", 0.0)
+    compute = forward + backward
+    if "streamed" in work:
+        terms = {"streamed": work["streamed"] / rates["both ways"], "down": work["down"] / rates["down"]}
+        terms |= {"streamed": terms["streamed"] + backward * waits, "compute": compute}
+        longest = max(terms, key=terms.__getitem__)
+        return terms[longest], longest
+    update, up = work["update"], work.get("up", 0.0)
     if not up:
         compute += update / rates["device_memory" if "device_memory" in rates else "host_memory"]
     else:
@@ -78,7 +91,7 @@ def measure(device: str, dtype: str, folder: str | None, quick: bool) -> dict[st
     """Operations a second, and bytes a second by way."""
     scale = 64 if quick else 1
     gpu = device != "cpu"
-    found = {"matrix": matrix(device, dtype, (8192 if gpu else 2048) // (8 if quick else 1))}
+    found = {"matrix": matrix(device, dtype, (8192 if gpu else 2048) // (64 if quick else 1))}
     found["host_memory"] = memory("cpu", (1 << 27 if gpu else 1 << 25) // scale)
     if gpu:
         found |= copies(device, (1 << 30) // scale)
@@ -135,15 +148,31 @@ def memory(device: str, numel: int) -> list[float]:
 
 
 def copies(device: str, size: int) -> dict[str, list[float]]:
-    """Bytes a second between pinned host memory and the GPU, up and down."""
+    """Measure bytes a second between the engine's host memory and the GPU: up, down, and both ways at once."""
     import torch
 
-    host = torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    there = torch.empty(size, dtype=torch.uint8, device=device)
-    return {
-        "up": [size / value for value in _repeats(lambda: there.copy_(host, non_blocking=True), gpu=True)],
-        "down": [size / value for value in _repeats(lambda: host.copy_(there, non_blocking=True), gpu=True)],
-    }
+    from wherry.tiers.streams import link_to
+
+    link = link_to(torch.device(device))
+    hosts = [link.host.take(size) for _ in range(2)]
+    there = [torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2)]
+
+    def go(up: bool, down: bool) -> None:
+        tickets = []
+        if up:
+            tickets.append(link.up(there[0], hosts[0]))
+        if down:
+            tickets.append(link.down(hosts[1], there[1]))
+        for ticket in tickets:
+            ticket.finish()
+
+    rates = {}
+    for name, ways in (("up", (True, False)), ("down", (False, True)), ("both ways", (True, True))):
+        rates[name] = [sum(ways) * size / value for value in _repeats(lambda ways=ways: go(*ways), gpu=True)]
+    for host in hosts:
+        link.host.give(host)
+    link.close()
+    return rates
 
 
 def disk(folder: str, size: int) -> dict[str, list[float]]:

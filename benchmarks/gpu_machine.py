@@ -1,7 +1,7 @@
-"""Collects what a machine lacks that has torch and no network: python benchmarks/gpu_machine.py [--python 3.12].
+"""Collect what a machine with torch and no network lacks: python benchmarks/gpu_machine.py [--python 3.12].
 
-Wheels of all that Wherry, its tests for a GPU and its benchmarks import go to .whl, its native library to .native.
-torch and numpy are the machine's own.
+Wheels of everything that Wherry, its tests for a GPU and its benchmarks import go to .whl, its native library to
+.native; torch and numpy are the machine's own. The commands that measure there are printed.
 """
 
 from __future__ import annotations
@@ -20,19 +20,35 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
+if not __package__:  # run as a script: this folder is found as it is when imported
+    sys.path[0] = str(Path(__file__).parents[1])
+
+from benchmarks import gpu
+
 ROOT = Path(__file__).parents[1]
 WHEELS, NATIVE = ROOT / ".whl", ROOT / ".native"
 THERE = {"torch", "numpy"}
 TESTS = ("pytest", "pytest-timeout", "hypothesis")
-TOLD = """
-Copy this folder there, with .whl and .native. There, in it:
+# Bytes that travel to such a machine at most: the sources and what is collected.
+LARGEST = 64 << 20
+# Seconds for the wheels to be installed, and for Python to start and end.
+INSTALL_S, START_S = 40, 20
+SETUP = """export PYTHONUNBUFFERED=1 OUT=${OUT:-results}; mkdir -p $OUT build/gpu
+[ -d .site ] || python3 -m pip install -q --no-index --no-deps --no-compile --target .site .whl/*.whl
+cp .native/libwherry.so src/wherry/native/; export PATH=$PWD/.site/bin:$PATH PYTHONPATH=$PWD/.site:$PWD/src:$PWD"""
+# A call takes over what the one before has measured, where the machine is the same.
+CALL = """cp build/gpu/*.json $OUT/ 2>/dev/null
+timeout {limit} python3 benchmarks/gpu.py {parts} --json $OUT --path build
+cp $OUT/*.json build/gpu/"""
 
-  python3 -m pip install --no-index --no-deps --no-compile --target .site .whl/*.whl
-  cp .native/libwherry.so src/wherry/native/
-  export PYTHONPATH=$PWD/.site:$PWD/src:$PWD
-  python3 -c 'from wherry import native; print(native.why_not() or f"updates use {native.isa()}")'
-  python3 benchmarks/gpu.py facts --json FOLDER    # and then: policies, peers, large, largest
-"""
+
+def calls() -> list[tuple[str, int]]:
+    """Return the commands for a GPU machine, and the seconds that each may take."""
+    commands = []
+    for parts in gpu.CALLS:
+        limit = START_S + len(parts) * int(gpu.PART_S + gpu.GRACE_S)
+        commands.append((SETUP + "\n" + CALL.format(limit=limit, parts=" ".join(parts)), INSTALL_S + limit))
+    return commands
 
 
 def pip(command: str, *words: str) -> list[str]:
@@ -88,10 +104,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"the native library wants {' '.join(platform.libc_ver())} or a newer one")
     else:
         print("no native library was built here: without it updates on the host are slow; install a C++ compiler")
-    for path in sorted([*WHEELS.iterdir(), *NATIVE.iterdir()]):
+    collected = sorted([*WHEELS.iterdir(), *NATIVE.iterdir()])
+    for path in collected:
         print(f"{path.stat().st_size / 1e6:6.1f} MB  {path.relative_to(ROOT)}")
-    print(TOLD, end="")
-    return 0
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    sources = [ROOT / name for name in listed.split("\0") if name and (ROOT / name).exists()]
+    size = sum(path.stat().st_size for path in [*collected, *sources])
+    print(f"{size / 1e6:6.1f} MB  with the sources, of {LARGEST / 1e6:.0f} MB at most\n")
+    print("Copy this folder to the machine, with .whl and .native, and run there, one soon after the other:")
+    for number, (command, seconds) in enumerate(calls(), 1):
+        print(f"\n# call {number}, {seconds} s at most; results in $OUT\n{command}")
+    return int(size > LARGEST)
 
 
 if __name__ == "__main__":

@@ -14,8 +14,6 @@ from typing import Any
 
 import psutil
 
-from wherry.observe.memory import host_memory
-
 PACKAGES = ("wherry", "torch", "deepspeed", "numpy")
 # Cores that others may use before figures are worth little.
 QUIET = 0.1
@@ -24,9 +22,7 @@ _SAMPLE_S = 0.4
 
 def describe() -> dict[str, Any]:
     """The machine by what it is made of. Its name and its owner are nobody's business."""
-    import torch
-
-    gpu = torch.cuda.is_available()
+    gpu, gpu_bytes = _gpu()
     cpu, model = _processor(Path("/proc/cpuinfo"))
     return {
         "cpu": cpu,
@@ -34,10 +30,17 @@ def describe() -> dict[str, Any]:
         "cores": psutil.cpu_count(logical=False) or os.cpu_count(),
         "threads": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
-        "gpu": torch.cuda.get_device_name(0) if gpu else None,
-        "gpu_memory_bytes": torch.cuda.get_device_properties(0).total_memory if gpu else None,
+        "gpu": gpu,
+        "gpu_memory_bytes": gpu_bytes,
         "system": f"{platform.system()} {platform.release()}",
     }
+
+
+def _gpu() -> tuple[str | None, int | None]:
+    """Ask the driver's own tool for the first GPU's name and bytes: CUDA in this process would take some of them."""
+    lines = _said("nvidia-smi --query-gpu=name,memory.total --format=csv,noheader,nounits")
+    name, comma, size = (lines or [""])[0].rpartition(", ")
+    return (name, int(size) << 20) if comma and size.isdecimal() else (None, None)
 
 
 def _processor(cpuinfo: Path) -> tuple[str, str | None]:
@@ -81,21 +84,10 @@ def commit(root: Path) -> str:
         return "unknown"
 
 
-def facts(touched: int) -> dict[str, Any]:
-    """Processor, memory, disks and GPUs in the system's words, and what memory is free while so many bytes are used.
-
-    The memory of a virtual machine may grow as it is used; that of a container may end long before the machine's.
-    """
-    import torch
-
+def facts() -> dict[str, list[str]]:
+    """Describe processor, memory, disks and GPUs by the output of the system's commands."""
     commands = ("lscpu -e", "lscpu", "cat /proc/meminfo", "df -hT", "nvidia-smi", "nvidia-smi topo -m")
-    found: dict[str, Any] = {command: _said(command) for command in commands}
-    before, begun = vars(host_memory()), time.monotonic()
-    block = torch.empty(touched, dtype=torch.uint8).fill_(1)
-    seconds, during = time.monotonic() - begun, vars(host_memory())
-    del block
-    used = {"touched_bytes": touched, "seconds": seconds, "before": before, "in use": during}
-    return found | {"memory": used | {"after": vars(host_memory())}}
+    return {command: _said(command) for command in commands}
 
 
 def _said(command: str) -> list[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,9 +98,8 @@ this page from the files in [benchmarks/results](../benchmarks/results), where e
 version is; a test compares the two. Values are medians of repeats that were interleaved with those of the other
 systems. A cell is the median over all cases that were measured, and the range of them.
 
-All of it was measured on machines with two cores and no GPU: there the host is the device, and a figure says what an
-engine costs and what its way to the disk gives, not how it overlaps copies with computing. On a GPU nothing has been
-measured yet; `python benchmarks/gpu.py` does it in five parts of eight minutes.
+All ratios were measured on machines with two cores and no GPU: there the host is the device, and a figure shows what an
+engine costs and what its way to the disk gives, not how it overlaps copies with computing.
 """
 _TAIL = """## Measure it yourself
 
@@ -118,33 +117,37 @@ Beside others, from a clone of the sources:
 | `python benchmarks/construction.py` | building and loading |
 | `python benchmarks/checkpoint.py` | saving and loading |
 | `python benchmarks/cpu_adam.py`, `disk.py`, `import_time.py` | optimizers, disk, imports beside others' |
-| `python benchmarks/gpu.py` | all that wants a GPU, as below |
+| `python benchmarks/gpu.py` | all that needs a GPU, as below |
 
 `steps.py --before PYTHON` measures another Wherry beside this one, in the same turns.
 
-### On a GPU
+### A GPU in twelve minutes
 
-`python benchmarks/gpu.py PART --json FOLDER` keeps its deadline (`--deadline`, 450 seconds), writes `FOLDER/PART.json`
-as rows come, and names what time left out. Parts stand alone; in one folder, a part takes over what another has
-measured of the same sources within the hour. All of them, with 350 seconds each, take half an hour. It ends with 1
-where bits or tests are not right.
+`python benchmarks/gpu.py [PART ...]` has six parts of 120 seconds (`--deadline`), the most telling first. Each writes
+`build/gpu/PART.json` (`--json FOLDER`) as rows come. A request that fails or exceeds its limit leaves a row with the
+reason, a part that raises or hangs costs only itself, and rates and steps that another part has measured of the same
+sources within the hour are taken over. The exit status is 1 where bits or tests are wrong. `--toy` runs everything on
+the emulated device of `tests/accelerator`, at a size that only shows that it works.
 
 | part | what it measures |
 |---|---|
-| `facts` | the machine and its rates; `tests/gpu`; the bits of 20 steps of each policy beside `at_step` |
-| `policies` | a model of 1B at 1k to 64k tokens a step: every policy, clipping on and off |
+| `smoke` | host memory, native kernels, pinning, copies, disk; 40 variants of the Triton kernel |
+| `bits` | 20 steps of each update policy beside `at_step`; `tests/gpu` |
+| `steps` | 1.1B parameters, 8k tokens: compute alone, each policy, streamed updates, everything on the device |
 | `peers` | the same beside the offload of FSDP2 and DeepSpeed |
-| `large` | 4B and 8B with the optimizer, and then weights too, on the host; with a trace |
-| `largest` | the largest model that takes a step in 8, 16, 24 and 32 GB of the GPU, and in all of it |
+| `large` | 7B with everything on the host; Qwen3-4B at 4k, 8k and 16k tokens |
+| `tokens` | 1.1B at 1k, 4k, 16k and 64k tokens; state on disk |
 
-Each step stands beside its bound. Forward and backward are those of the same model with nothing offloaded, measured in
-the same run, as are the rates of memory and bus. An update moves 26 bytes of host memory a parameter, and the bus reads
-or writes there what goes up or down. Without clipping the bound is the longest of computing, update, and the bus, up or
-down. Under exact clipping no update starts before the backward has ended: it is the backward, and then the longer of
-forward and update, whose gradients are down by then.
+Each step is given as a part of two bounds. Forward and backward are those of the same model with nothing offloaded,
+measured in the same run, as are the rates of memory and bus. An update moves 26 bytes of host memory a parameter, and
+copies read or write host memory too. The first bound is the longest of compute, update, and the bus up or down, as if
+all of them overlapped. The second is what the order of a step allows: under exact clipping no update starts before the
+backward has ended, so it is the backward, and then the longer of forward and update.
 
-A machine that has torch and no network is prepared by `make gpu` elsewhere: it collects in `.whl` and `.native` what is
-to be copied there with the sources, and says what to run. `make gpu FOR=3.13` is for another Python than 3.12.
+Where memory grows as it is used, as on some virtual machines, the memory that a model needs is touched first and given
+to the engines; `--host-memory BYTES` gives it instead. `make gpu` prepares a machine that has torch and no network: it
+collects what is missing there in `.whl` and `.native`, 64 MiB at most with the sources, and prints two commands for it.
+`make gpu FOR=3.13` is for another Python than 3.12. Files of a GPU go to `benchmarks/results` as `gpu-PART.json`.
 """
 
 
@@ -252,11 +255,82 @@ def pictures(results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
     return found
 
 
+@dataclass(frozen=True)
+class Published:
+    """A figure that others have published, with the goal that follows from it here."""
+
+    title: str
+    elsewhere: str
+    goal: str
+    # The systems and the tokens of a step that it is computed from.
+    systems: tuple[str, str]
+    tokens: int
+    compute: Callable[[float, float], str]
+
+
+_QWEN, _HOST, _DEVICE = "qwen3-4b", "wherry-2-cpu:before_use", "wherry-2:at_step"
+PUBLISHED = (
+    Published(
+        "update that compute does not hide, 2 x 2,048 tokens",
+        "4.06 s (prime-rl, issue 3210)",
+        "0.8 s at most",
+        (_HOST, systems.COMPUTE),
+        4096,
+        lambda step, compute: f"{step - compute:.2f} s",
+    ),
+    *(
+        Published(
+            f"speed beside everything on the device, {tokens:,} tokens",
+            f"{elsewhere} without clipping",
+            f"{goal} at least",
+            (_HOST, _DEVICE),
+            tokens,
+            lambda step, resident: f"{resident / step:.2f}",
+        )
+        for tokens, elsewhere, goal in ((8192, "0.44", "0.60"), (16384, "0.90", "0.95"))
+    ),
+)
+
+
+def on_a_gpu(results: Sequence[Mapping[str, Any]]) -> str:
+    """Format the steps on GPUs, and what others have published of Qwen3-4B on one card beside them."""
+    title = "## On a GPU\n\n"
+    files = [result for result in results if result["benchmark"] == "gpu" and not result["settings"]["toy"]]
+    # A later file has the newer figures of a row that several have.
+    rows = {harness.key(row): (result, row) for result in files for row in result["rows"]}
+    steps = [(result, row) for result, row in rows.values() if row["case"].get("measure") == "step"]
+    if not steps:
+        return title + "Nothing has been measured on a GPU yet.\n"
+    lines = ["| GPU | model | tokens | system | step | tokens/s | MFU | of all at once | of the bound |"]
+    lines.append("|---|---|--:|---|--:|--:|--:|--:|--:|")
+    for result, row in steps:
+        case = row["case"]
+        system = row["system"] + ", clipped" * bool(case["clip"])
+        head = f"| {result['machine']['gpu']} | {case['model']} | {case['tokens']:,} | {system} |"
+        if row["reason"] is not None:
+            lines.append(f"{head} {row['reason']} | | | | |")
+            continue
+        parts = [f"{row[name]:.2f}" if name in row else "" for name in ("mfu", "of_overlapped", "of_bound")]
+        figures = [harness.quantity(row["value"], "s"), f"{row['tokens_per_s']:,.0f}", *parts]
+        lines.append(f"{head} {' | '.join(figures)} |")
+    lines += ["", "| Qwen3-4B on one card | elsewhere | goal | here |", "|---|---|---|---|"]
+    for figure in PUBLISHED:
+        values = [
+            row["value"]
+            for system in figure.systems
+            for _, row in steps
+            if (row["system"], row["case"]["model"], row["case"]["tokens"]) == (system, _QWEN, figure.tokens)
+        ]
+        here = figure.compute(*values) if len(values) == 2 and None not in values else "not measured"
+        lines.append(f"| {figure.title} | {figure.elsewhere} | {figure.goal} | {here} |")
+    return title + "\n".join(lines) + "\n"
+
+
 def page(results: Sequence[Mapping[str, Any]]) -> tuple[str, dict[str, str]]:
     """The text, and the pictures by name."""
     drawn = pictures(results)
     parts = [_HEAD, *(f"![{name}](plots/{name})\n" for name in drawn)]
-    parts += [section(claim, results) for claim in CLAIMS]
+    parts += [on_a_gpu(results), *(section(claim, results) for claim in CLAIMS)]
     return "\n".join([*parts, _TAIL]), drawn
 
 

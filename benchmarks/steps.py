@@ -25,8 +25,8 @@ if not __package__:  # run as a script: this folder is found as it is when impor
 
 from benchmarks import harness, systems
 from benchmarks.processes import TIMEOUT, Failed, Processes
-from benchmarks.systems import Recipe
-from wherry.train.presets import GPT2, PRESETS, Shape
+from benchmarks.systems import PUBLISHED, Recipe
+from wherry.train.presets import PRESETS, Shape
 
 ORACLE = "plain"
 WARMUP = 2
@@ -48,34 +48,28 @@ def _recipe(shape: Shape, batch: int, length: int, **more: Any) -> Recipe:
     )
 
 
-def _large(layers: int, hidden: int, batch: int) -> Recipe:
-    shape = Shape(layers, hidden, hidden // 128 if hidden % 128 == 0 else 24, 1024, GPT2)
-    return _recipe(shape, batch, 1024, dtype="bf16", recompute=True, built="device")
+def _large(layers: int, hidden: int) -> Recipe:
+    # GPT-2's vocabulary, rounded up to whole tiles of a matrix unit.
+    shape = Shape(layers, hidden, hidden // 128 if hidden % 128 == 0 else 24, 1024, 50304)
+    return _recipe(shape, 8, 1024, dtype="bf16", recompute=True, built="device")
 
 
-# Billions of parameters: layers and width.
-LARGE = {
-    "1b": (20, 2048),
-    "2b": (40, 2048),
-    "3b": (38, 2560),
-    "4b": (64, 2304),
-    "5b": (24, 4096),
-    "6b": (29, 4096),
-    "7b": (34, 4096),
-    "8b": (38, 4096),
-    "9b": (43, 4096),
-    "10b": (50, 4096),
-    "12b": (58, 4096),
-    "14b": (68, 4096),
-    "17b": (84, 4096),
-    "20b": (98, 4096),
-}
+def _published(name: str, sequence: int) -> Recipe:
+    config = PUBLISHED[name]
+    shape = Shape(config["num_hidden_layers"], config["hidden_size"], config["num_attention_heads"], sequence)
+    more = {"vocabulary": config["vocab_size"], "dtype": "bf16", "recompute": True, "built": "device"}
+    return replace(_recipe(shape, 2, sequence), published=name, **more)
+
+
+# For a GPU, billions of parameters by layers and width: those of 1, 4 and 10 are ZeRO-Offload's published ones.
+LARGE = {"1b": (20, 2048), "4b": (64, 2304), "7b": (34, 4096), "10b": (50, 4096)}
 MODELS: dict[str, Recipe] = {
     "tiny": _recipe(Shape(layers=2, hidden=32, heads=2, sequence=16), batch=4, length=16),
     "10m": _recipe(PRESETS["gpt2-10m"], batch=4, length=128),
     "125m": _recipe(PRESETS["gpt2-124m"], batch=2, length=256),
-    # For a GPU: those of 1, 4 and 10 billion are of the published table of ZeRO-Offload.
-    **{name: _large(layers, hidden, 8) for name, (layers, hidden) in LARGE.items()},
+    **{name: _large(layers, hidden) for name, (layers, hidden) in LARGE.items()},
+    "qwen3-4b": _published("qwen3-4b", 2048),
+    "qwen3-tiny": _published("qwen3-tiny", 16),
 }
 
 
@@ -248,6 +242,8 @@ def recipe_of(
     recipe = MODELS[model]
     word = label.partition(":")[2]
     chosen = {"order": word} if word.endswith("_major") else {"policy": word} if word else {}
+    if word == "streamed":
+        chosen = {"policy": "before_use", "update_on": "device"}
     return replace(
         recipe,
         dtype=dtype,

@@ -30,6 +30,8 @@ SAME_LOSS = 1e-3
 SAME_BF16_LOSS = 1e-2
 # A lock that is older, while nothing compiles, is nobody's.
 LOCK_SECONDS = 30.0
+# A module that registers a device with torch, for the processes that measure.
+DEVICE_MODULE = "BENCHMARK_DEVICE_MODULE"
 # The folder for states on disk; unset, the system's for temporary files.
 DISK_FOLDER = "BENCHMARK_DISK"
 # Elements that leave a GPU together, and are updated together, by DeepSpeed: the embedding of a billion is one bucket.
@@ -71,6 +73,12 @@ class Recipe:
     order: str = ""
     # When a unit is updated, for a system that can choose.
     policy: str = "auto"
+    # Where state that rests elsewhere is updated, "host" or "device", for a system that can choose; "" is its default.
+    update_on: str = ""
+    # Bytes of host memory for states, where an engine should not ask the system.
+    host_memory: int | None = None
+    # A model of Transformers' with this name in PUBLISHED, instead of GPT-2.
+    published: str = ""
     # Blocks are computed again in the backward instead of keeping their activations.
     recompute: bool = False
     # "adamw", or "muon": torch's for matrices that are neither an embedding nor a head, and AdamW for the rest.
@@ -85,6 +93,9 @@ class Recipe:
         from wherry.train.model import GPT, GPTConfig
 
         torch.manual_seed(0)
+        if self.published:
+            with torch.device(device_type()):
+                return _published(self)
         shape = GPTConfig(
             layers=self.layers,
             hidden=self.hidden,
@@ -117,12 +128,70 @@ class Recipe:
     @property
     def flops(self) -> float:
         """Of a step: forward, backward and recomputation."""
-        shape = Shape(self.layers, self.hidden, self.heads, self.length, self.vocabulary)
-        return self.batch * self.length * shape.flops_per_token() * (4 / 3 if self.recompute else 1)
+        per_token = Shape(self.layers, self.hidden, self.heads, self.length, self.vocabulary).flops_per_token()
+        if self.published:
+            config = PUBLISHED[self.published]
+            width = config["num_attention_heads"] * config["head_dim"]
+            per_token = 6 * (self.parameters + self.layers * width * self.length)
+        return self.batch * self.length * per_token * (4 / 3 if self.recompute else 1)
 
     @property
     def parameters(self) -> int:
+        if self.published:
+            return _published_parameters(PUBLISHED[self.published])
         return Shape(self.layers, self.hidden, self.heads, self.sequence, self.vocabulary).parameters
+
+
+# The configs of published models, and of one that only shows that they can be built; all tie their head.
+PUBLISHED: dict[str, dict[str, int]] = {
+    "qwen3-4b": {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+    },
+    "qwen3-tiny": {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "vocab_size": 256,
+    },
+}
+
+
+def _published(recipe: Recipe) -> nn.Module:
+    """Build a model of Transformers' in the working dtype, which returns the mean loss of its labels."""
+    import torch
+    from torch import nn
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
+    class Losses(nn.Module):
+        def __init__(self, model: nn.Module) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+            logits = self.model(input_ids=ids, use_cache=False).logits
+            return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+    config = Qwen3Config(**PUBLISHED[recipe.published], tie_word_embeddings=True)
+    model = Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16 if recipe.dtype == "bf16" else torch.float32)
+    if recipe.recompute:
+        model.gradient_checkpointing_enable()
+    return Losses(model.train())
+
+
+def _published_parameters(config: dict[str, int]) -> int:
+    hidden, width = config["hidden_size"], config["head_dim"]
+    attention = 2 * (config["num_attention_heads"] + config["num_key_value_heads"]) * width * hidden + 2 * width
+    layer = attention + 3 * hidden * config["intermediate_size"] + 2 * hidden
+    return config["num_hidden_layers"] * layer + (config["vocab_size"] + 1) * hidden
 
 
 def adamw(parameters: Any, *, fused: bool = True) -> torch.optim.Optimizer:
@@ -358,6 +427,8 @@ def _wherry(place: Row) -> Callable[[Recipe, int], Trainee]:
         own: dict[str, Any] = {"update_policy": recipe.policy}
         if recipe.order:
             own["accumulation"] = recipe.order
+        own |= {"update_on": recipe.update_on} if recipe.update_on else {}
+        own |= {"host_memory": recipe.host_memory} if recipe.host_memory else {}
         if recipe.policy == "delayed":  # from the first step on, which warms up
             own["delayed_update_warmup"] = 1
         config = config_of(place, recipe, ranks) | {"wherry": own}
@@ -536,12 +607,21 @@ def loss_difference(losses: Sequence[float], expected: Sequence[float]) -> float
     return max(abs(a - b) / abs(b) for a, b in zip(losses, expected, strict=True))
 
 
+def _extensions() -> Path:
+    """The folder in which torch compiles what is written in C++."""
+    return Path(os.environ.get("TORCH_EXTENSIONS_DIR", Path.home() / ".cache" / "torch_extensions"))
+
+
+def compiled(operator: str) -> bool:
+    """Tell whether an operator of DeepSpeed's has been compiled for some torch."""
+    return any(_extensions().glob(f"**/{operator}.so"))
+
+
 def remove_dead_locks() -> None:
     """DeepSpeed compiles at first use, under a lock that stays when its process is killed: all others then wait."""
     import psutil
 
-    default = Path.home() / ".cache" / "torch_extensions"
-    locks = list(Path(os.environ.get("TORCH_EXTENSIONS_DIR", default)).glob("**/lock"))
+    locks = list(_extensions().glob("**/lock"))
     if locks and not any(process.info["name"] == "ninja" for process in psutil.process_iter(["name"])):
         for lock in locks:
             with suppress(FileNotFoundError):  # whose process has just ended

@@ -14,15 +14,13 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import psutil
 
-from benchmarks.systems import SYSTEMS, Recipe, Trainee, device_type
-
-if TYPE_CHECKING:
-    import torch
+from benchmarks.systems import DEVICE_MODULE, SYSTEMS, Recipe, Trainee, device_type
 
 # What systems import, at first use too.
 IMPORTS = {
@@ -41,27 +39,23 @@ class Worker:
         self.trainees: dict[str, Trainee] = {}
         self.recipes: dict[str, Recipe] = {}
         self.steps: Counter[str] = Counter()
-        # By place, dtype and clipping: the weights of a training that others are to equal.
-        self.weights: dict[str, dict[str, torch.Tensor]] = {}
+        with suppress(OSError):  # a system without memory ends this process before others
+            Path("/proc/self/oom_score_adj").write_text("1000")
+
+    def probe(self, name: str, **how: Any) -> list[dict[str, Any]]:
+        from benchmarks.smoke import PROBES
+
+        return PROBES[name](**how)
 
     def ready(self, system: str) -> None:
         """All that needs no model is done, perhaps while another process still measures its own."""
         import_all_of(system)
 
-    def build(
-        self, system: str, recipe: dict[str, Any], warmup: int, device_bytes: float | None = None
-    ) -> dict[str, Any]:
-        """Build a system and take its first steps; returns their losses, and the seconds and bytes it began with.
-
-        With `device_bytes` torch takes no more of a GPU's memory.
-        """
+    def build(self, system: str, recipe: dict[str, Any], warmup: int) -> dict[str, Any]:
+        """Build a system and take its first steps; returns their losses, and the seconds and bytes it began with."""
         import torch
 
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
-        with suppress(OSError):  # a system without memory ends this process before others
-            Path("/proc/self/oom_score_adj").write_text("1000")
-        if device_bytes is not None and torch.cuda.is_available():
-            torch.cuda.set_per_process_memory_fraction(min(1.0, device_bytes / torch.cuda.mem_get_info()[1]))
         import_all_of(system)
         empty = resident_bytes()
         begun = time.perf_counter()
@@ -111,7 +105,7 @@ class Worker:
         return found | {"phases": phases} | self._memory(system)
 
     def bits(self, system: str, recipe: dict[str, Any], steps: int) -> dict[str, Any]:
-        """Plain steps of a new engine: losses, and how many weights differ from those of the first of its kind."""
+        """Take plain steps of a new engine, and return the losses and a digest of each parameter."""
         import torch
 
         import wherry
@@ -125,11 +119,10 @@ class Worker:
         losses = [trainee.step(*made.batch_of(step, 0, 1)) for step in range(steps)]
         trainee.settle()
         with wherry.gathered(trainee.engine.module):
-            weights = {name: p.detach().cpu().clone() for name, p in trainee.engine.module.named_parameters()}
+            weights = {name: p.detach().cpu().contiguous() for name, p in trainee.engine.module.named_parameters()}
+            digests = {name: sha256(memoryview(p.view(torch.uint8).numpy())).hexdigest() for name, p in weights.items()}
         trainee.engine.close()
-        first = self.weights.setdefault(f"{system} {made.dtype} {made.clip}", weights)
-        differ = sum(int((weights[name] != first[name]).sum()) for name in first)
-        return {"losses": [float(loss) for loss in losses], "differ": differ}
+        return {"losses": [float(loss) for loss in losses], "digests": digests}
 
     def trace(self, system: str, steps: int, path: str) -> dict[str, Any]:
         """A profiler's trace of some steps, and which part of the copying ran beside kernels."""
@@ -283,6 +276,8 @@ def answer_requests(make: Callable[[], Any]) -> None:
 def main() -> None:
     if "BENCHMARK_ONE_CORE" in os.environ:
         _bind_to_one_core(int(os.environ["RANK"]))
+    if module := os.environ.get(DEVICE_MODULE):
+        importlib.import_module(module)
     answer_requests(Worker)
 
 

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import doctest
 import json
+import shlex
+import time
 from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from benchmarks import bounds, gpu, harness
+from benchmarks import bounds, gpu, gpu_machine, harness, smoke
 from benchmarks.processes import TOO_LATE, Failed
-from benchmarks.steps import LARGE, MODELS
+from benchmarks.steps import MODELS
 from benchmarks.trace import overlap
 
 pytestmark = pytest.mark.usefixtures("no_programs")
@@ -19,7 +23,7 @@ RATES = {"host_memory": 100e9, "device_memory": 1000e9, "up": 20e9, "down": 10e9
 
 
 def test_the_examples_hold():
-    for module in (bounds, gpu):
+    for module in (bounds,):
         assert doctest.testmod(module).failed == 0
 
 
@@ -69,34 +73,11 @@ def test_without_a_measured_forward_products_stand_for_it():
         assert bounds.computing(recipe, recipe.flops / products) == pytest.approx(seconds)
 
 
-def test_parts_run_on_the_cpu(tmp_path, script):
-    parts = ["facts", "large", "largest"]
-    chosen = "compute,wherry-2-cpu,wherry-2-cpu:before_use"
-    script("gpu.py", "--toy", "--steps", 1, "--json", tmp_path, *parts, "--systems", chosen)
-    files = {part: harness.read(tmp_path / f"{part}.json") for part in parts}
-    assert all(file["complete"] for file in files.values())
-    rates = [[row for row in file["rows"] if "rate" in row["case"]] for file in files.values()]
-    # What one part has measured, the next has not measured again.
-    assert {row["from"] for row in rates[1]} == {"facts"} and len(rates[1]) == len(rates[0]) == 4
-    assert files["facts"]["facts"]["memory"]["in use"]["available"] > 0
-    checks = [row for row in files["facts"]["rows"] if "check" in row["case"]]
-    assert len(checks) == 29 and all(row["good"] for row in checks if row["case"]["check"] != "tests/gpu")
-    sizes = [row for row in files["large"]["rows"] if row["case"].get("tokens") == 16]
-    compute, _, ours, peak = sizes
-    assert ours["trace"] and (tmp_path / "trace-tiny-wherry-2-cpu-before_use.json.gz").exists()
-    least = max(compute["forward_s"] + compute["backward_s"], ours["matrix_s"])
-    assert ours["compute_from"] == "measured" and ours["bound_s"] > least
-    assert peak["host_bytes_per_parameter"] > 0
-    assert files["largest"]["rows"][-1]["model"] == "tiny"
-    text = "".join(path.read_text() for path in tmp_path.glob("*.json"))
-    assert str(tmp_path) not in text
-
-
 class Answering:
     """Stands for processes: answers at once, as long as `lives`; then it fails."""
 
-    def __init__(self, lives, failure, device_bytes=None):
-        self.lives, self.failure, self.device_bytes, self.sent = lives, failure, device_bytes, []
+    def __init__(self, lives, failure):
+        self.lives, self.failure, self.sent = lives, failure, []
 
     def __call__(self, ranks, gpu):
         return self
@@ -114,72 +95,119 @@ class Answering:
         self.lives -= 1
         if self.lives < 0:
             raise self.failure
+        if request["do"] == "probe":
+            rates = ("matrix", "host_memory", "up", "down", "both ways", "disk_read", "disk_write")
+            return [[smoke.measure(name, "B/s", [1e9]) for name in rates]]
         memory = {"memory": [], "device_bytes": 1, "peak_bytes": 2, "empty_bytes": 1, "losses": [1.0]}
-        if request["do"] == "rates":
-            return [{"matrix": [1e12], "host_memory": [1e9]}]
-        if request["do"] == "build" and self.device_bytes is not None:
-            taken = self.device_bytes(request["system"], request["recipe"].parameters)
-            if taken > (request["device_bytes"] or 80e9):
-                raise Failed("OutOfMemoryError: so much is not there")
-            memory["device_bytes"] = taken
-        return [memory | {"seconds": 1.0 if request["do"] == "build" else [1.0], "phases": {}}]
+        phases = {"forward_s": [0.25], "backward_s": [0.5]}
+        return [memory | {"seconds": 1.0 if request["do"] == "build" else [1.0], "phases": phases}]
 
 
-@pytest.mark.parametrize("failure", [Failed(TOO_LATE), Failed("it broke"), KeyboardInterrupt()], ids=str)
-def test_a_part_leaves_its_rows_and_names_what_is_missing(failure, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(gpu, "Processes", Answering(6, failure))
-    arguments = ["policies", "--toy", "--json", str(tmp_path), "--systems", "compute,wherry-2-cpu:before_use"]
+@pytest.fixture
+def measure(tmp_path, monkeypatch):
+    """Measure at toy size without processes; return the status."""
+    monkeypatch.setattr(gpu, "use_emulated_device", lambda: None)
+
+    def run(answering, *words):
+        monkeypatch.setattr(gpu, "Processes", answering)
+        return gpu.main(["--toy", "--json", str(tmp_path), *map(str, words)])
+
+    return run
+
+
+def steps_of(path):
+    return [row for row in harness.read(path)["rows"] if row["case"].get("measure") == "step"]
+
+
+@pytest.mark.parametrize("failure", [Failed(TOO_LATE), Failed("it broke"), KeyError("seconds"), KeyboardInterrupt()])
+def test_a_system_that_fails_leaves_the_others_their_rows(failure, tmp_path, measure, capsys):
+    """Four requests are answered: the rates, and all of the first system's but its time."""
+    words = "tokens", "--systems", "compute,wherry-2-cpu:before_use"
     if isinstance(failure, KeyboardInterrupt):
         with pytest.raises(KeyboardInterrupt):
-            gpu.main(arguments)
+            measure(Answering(4, failure), *words)
     else:
-        assert gpu.main(arguments) == 0
-    file = harness.read(tmp_path / "policies.json")
-    reasons = [row["reason"] for row in file["rows"] if row["case"].get("measure") == "step"]
-    expected = {TOO_LATE: gpu.NO_TIME, "it broke": "it broke", "": "not measured yet"}[str(failure)]
-    assert reasons == [None, None, *[expected] * 4]
+        assert measure(Answering(4, failure), *words) == 0
+    rows = steps_of(tmp_path / "tokens.json")
+    words = {TOO_LATE: "not within", "it broke": "it broke", "'seconds'": "KeyError: 'seconds'", "": "not measured yet"}
+    assert [row["reason"] is None for row in rows] == [True, *[False] * 7]
+    assert all(words[str(failure)] in row["reason"] for row in rows[1:])
+    file = harness.read(tmp_path / "tokens.json")
     assert file["complete"] == (str(failure) != "")
     if file["complete"]:
-        assert f"wherry-2-cpu:before_use: {expected}" in capsys.readouterr().out
+        assert f"before_use {rows[-1]['reason']}" in capsys.readouterr().out
 
 
-def test_a_part_takes_over_what_another_has_measured(tmp_path, monkeypatch):
-    arguments = ["--toy", "--json", str(tmp_path), "--systems", "wherry-2-cpu:before_use,fsdp2-cpu,deepspeed-3-reflow"]
+def test_a_part_that_raises_or_hangs_costs_itself(tmp_path, measure, monkeypatch):
+    def broken(part):
+        raise ValueError("this part is broken")
+
+    monkeypatch.setitem(gpu.PARTS, "smoke", lambda part: time.sleep(60))
+    monkeypatch.setitem(gpu.PARTS, "bits", broken)
+    monkeypatch.setattr(gpu, "GRACE_S", -1.9)
+    begun = time.monotonic()
+    assert measure(Answering(1000, None), "smoke", "bits", "tokens", "--deadline", 2) == 1
+    assert time.monotonic() - begun < 30
+    reasons = [harness.read(tmp_path / f"{part}.json")["rows"][-1]["reason"] for part in ("smoke", "bits")]
+    assert reasons == ["Over: it did not end within 0 s", "ValueError: this part is broken"]
+    assert all(row["reason"] is None for row in steps_of(tmp_path / "tokens.json"))
+
+
+def test_a_step_is_a_part_of_both_bounds(tmp_path, measure):
+    assert measure(Answering(1000, None), "steps") == 0
+    steps = {row["system"]: row for row in steps_of(tmp_path / "steps.json")}
+    at_step, in_backward = steps["wherry-2-cpu:at_step"], steps["wherry-2-cpu:in_backward"]
+    # Forward and backward of the model alone are 0.75 s; an update that waits for all gradients hides in the forward.
+    assert at_step["overlapped_s"] == in_backward["bound_s"] == 0.75 and at_step["bound_by"] == "compute"
+    assert steps["compute"]["of_bound"] == steps["compute"]["matrix_s"] > 0
+
+
+@pytest.mark.parametrize("given", [None, 10**12])
+def test_memory_that_grows_is_measured_or_given(given, tmp_path, measure, monkeypatch):
+    """A machine shows 1 GB of the 16 that a model needs, and 2 when they are touched."""
+    monkeypatch.setattr(gpu, "host_memory", lambda: SimpleNamespace(available=10**9))
+    monkeypatch.setattr(gpu.Part, "gpu", True)
     answering = Answering(1000, None)
-    monkeypatch.setattr(gpu, "Processes", answering)
-    assert gpu.main(["policies", "peers", *arguments]) == 0
+    sent = []
+    monkeypatch.setattr(answering, "send", lambda **request: (sent.append(request), answering.sent.append(request)))
+    words = ["steps", "--systems", "wherry-2-cpu:before_use"]
+    measure(answering, *words, *(("--host-memory", given) if given else ()))
+    [row] = steps_of(tmp_path / "steps.json")
+    if given:
+        assert row["reason"] is None
+        assert [one["recipe"].host_memory for one in sent if one["do"] == "build"] == [given]
+    else:
+        assert "the host has 1 GB of 17; --host-memory says" in row["reason"]
+        assert [one["name"] for one in sent if one["do"] == "probe"] == ["memory"]
+
+
+def test_the_commands_for_a_machine_parse():
+    parts = []
+    for command, seconds in gpu_machine.calls():
+        assert len(command) <= 2000 and seconds <= 600
+        [line] = [line for line in command.splitlines() if "benchmarks/gpu.py" in line]
+        words = shlex.split(line)
+        limit, words = int(words[1]), words[words.index("benchmarks/gpu.py") + 1 :]
+        options = gpu.parse(["--toy", *(word.replace("$OUT", "results").replace("build", ".") for word in words)])
+        assert limit >= len(options.parts) * options.deadline and options.json == Path("results")
+        parts += options.parts
+    assert parts == list(gpu.PARTS)
+
+
+def test_a_part_takes_over_what_another_has_measured(tmp_path, measure, monkeypatch):
+    arguments = ["--systems", "wherry-2-cpu:before_use,fsdp2-cpu,deepspeed-3-super"]
+    answering = Answering(1000, None)
+    assert measure(answering, "steps", "peers", *arguments) == 0
     rows = harness.read(tmp_path / "peers.json")["rows"]
     assert {row["system"]: row.get("from") for row in rows if row["reason"] is None} == {
-        "this machine": "policies",
-        "wherry-2-cpu:before_use": "policies",
+        "this machine": "steps",
+        "wherry-2-cpu:before_use": "steps",
         "fsdp2-cpu": None,
-    }
-    assert {row["reason"] for row in rows if row["system"] == "deepspeed-3-reflow"} < {
-        "deepspeed is not installed (pip install '.[bench]')",
-        "this release of DeepSpeed has no reflow",
     }
     # After other sources were measured all is measured.
     monkeypatch.setattr(gpu, "_sources", lambda: "others")
-    assert gpu.main(["peers", *arguments]) == 0
+    assert measure(answering, "peers", *arguments) == 0
     assert not any("from" in row for row in harness.read(tmp_path / "peers.json")["rows"])
-
-
-def test_the_largest_model_is_found_in_few_tries(tmp_path, monkeypatch):
-    """Two bytes of a parameter on the device and a gigabyte beside them; a host with room for nine billion."""
-    taken = {gpu.OURS: lambda count: 2 * count + 1e9, gpu.ALL_OURS: lambda count: count / 10 + 1e9}
-    monkeypatch.setattr(gpu, "Processes", Answering(1000, None, lambda system, count: taken[system](count)))
-    monkeypatch.setattr(gpu.Run, "host_lacks", lambda self, count: "the host has less" if count > 9e9 else None)
-    options = harness.parse(harness.parser(""), ["--json", str(tmp_path / "x.json")])
-    options.toy, options.systems = False, None
-    results = harness.Results("gpu", options, {}, "largest", tmp_path / "largest.json")
-    gpu.largest(gpu.Run("largest", options, tmp_path, float("inf"), results))
-    found = {(row["system"], row["case"]["device_GB"]): row for row in results.rows}
-    for (system, cap), row in found.items():
-        fitting = [name for name in LARGE if MODELS[name].parameters <= 9e9]
-        fitting = [name for name in fitting if taken[system](MODELS[name].parameters) <= 1e9 * (cap or 80)]
-        assert row["sure"] and row["model"] == fitting[-1], (system, cap)
-    assert len(found) == 10 and sum(len(row["tries"]) for row in results.rows) <= 16
-    assert "the host has less" in [one["reason"] for one in found[gpu.ALL_OURS, 8]["tries"]]
 
 
 def test_a_trace_says_how_much_of_the_copying_kernels_hid(tmp_path):

@@ -72,6 +72,24 @@ def test_a_page_compares_a_peer_with_wherry_in_the_same_place():
     assert list(report.ratios({"rows": rows}, claim)) == [(("step", "deepspeed-3-cpu"), 1.5)]
 
 
+def test_figures_of_a_gpu_stand_beside_published_ones():
+    case = {"model": "qwen3-4b", "dtype": "bf16", "ranks": 1, "clip": 1.0, "tokens": 4096, "measure": "step"}
+    facts = {"mfu": 0.4, "of_overlapped": 0.5, "of_bound": 0.9, "tokens_per_s": 1234.0}
+    rows = [
+        harness.row(case, "compute", "s", [1.0], **facts),
+        harness.row(case, "wherry-2-cpu:before_use", "s", [1.5], **facts),
+        harness.row(case | {"tokens": 8192}, "wherry-2:at_step", "s", reason="OutOfMemoryError"),
+    ]
+    file = {"benchmark": "gpu", "settings": {"toy": False}, "machine": {"gpu": "H100"}, "rows": rows}
+    text = report.on_a_gpu([file])
+    assert (
+        "| H100 | qwen3-4b | 4,096 | wherry-2-cpu:before_use, clipped | 1.50 s | 1,234 | 0.40 | 0.50 | 0.90 |" in text
+    )
+    assert "| 4.06 s (prime-rl, issue 3210) | 0.8 s at most | 0.50 s |" in text and "OutOfMemoryError" in text
+    assert text.count("not measured") == 2
+    assert "Nothing has been measured" in report.on_a_gpu([file | {"settings": {"toy": True}}])
+
+
 def test_ratios_are_of_rounds_and_say_how_many_times_as_good():
     rows = [
         harness.row({}, "a", "s", [1.0, 10.0, 1.0]),

@@ -11,7 +11,7 @@ import torch
 from wherry.native import on_device
 from wherry.native.on_device import update_on_device
 
-from .cases import assert_updates_as_the_host
+from .cases import FEW, RULES, assert_updates_as_the_host
 
 KERNEL = """
 import numpy
@@ -29,6 +29,21 @@ WITHOUT_TRITON = "triton is not installed: it comes with a torch for GPUs, or wi
 
 def test_in_torch_the_bits_are_those_of_the_host():
     assert_updates_as_the_host(update_on_device)
+
+
+def test_a_gpu_compiles_at_most_40_variants():
+    variants = set()
+
+    def count(segments, formulas, multiplier):
+        update_on_device(segments, formulas, multiplier)
+        for s, formula in zip(segments, formulas, strict=True):
+            if s.numel:
+                tensors = [None if t is None else t.dtype for t in (s.grad, s.working, s.master, s.low, *s.state)]
+                variants.add((*tensors, s.numel == 1, s.numel % 16, type(formula), formula.rounded()[1]))
+
+    assert_updates_as_the_host(count, **FEW)
+    assert 30 < len(variants) <= 40
+    assert {variant[-2] for variant in variants} == {type(rule(1)) for rule in RULES.values()}
 
 
 def test_the_triton_kernel_has_the_same_bits(launched):
