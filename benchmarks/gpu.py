@@ -212,12 +212,12 @@ PLAIN_STEPS = 20
 
 def bits(part: Part) -> bool:
     """Compare bits while the tests for a GPU run and DeepSpeed's operators are compiled: no time is measured."""
-    tests = Tests(part, "tests", "tests/gpu/test_steps.py", "tests/gpu/test_profile.py", "tests/gpu/test_lives.py")
+    tests = Tests(part, "tests", "tests/gpu", "--ignore", "tests/gpu/test_kernels.py")
     compiler = None
     if systems.cannot_run("deepspeed-2-cpu") is None:
         compiler = part.start("benchmarks/build_peers.py")
     same = _same_bits(part)
-    good = tests.end(math.inf)
+    good = tests.end()
     if compiler is not None and _wait(compiler, part.left) is None:
         part.say("DeepSpeed's operators are still being compiled")
     return same and good
@@ -260,18 +260,18 @@ def _same_bits(part: Part) -> bool:
 class Tests:
     """Tests for a GPU in a process of their own; NAME.txt is their output."""
 
-    def __init__(self, part: Part, name: str, *files: str) -> None:
+    def __init__(self, part: Part, name: str, *arguments: str) -> None:
         self.part, self.name = part, name
         self.file = part.folder / f"{name}.txt"
-        words = "-m pytest -m gpu -vv -rs --timeout 60 -p no:cacheprovider"
-        command = [*words.split(), *files]
+        options = "-m pytest -m gpu -vv -rs --cheap-first --timeout 60 -p no:cacheprovider"
+        command = [*options.split(), *arguments]
         if not part.gpu:
             command += ["-p", "tests.accelerator.plugin"]
         environment = os.environ | systems.environment(1, part.gpu)
         with self.file.open("w", encoding="utf-8") as output:
             self.process = part.start(*command, stdout=output, stderr=output, env=environment)
 
-    def end(self, limit: float) -> bool:
+    def end(self, limit: float = math.inf) -> bool:
         """Add their row once they have ended, or when time is over; return whether none has failed."""
         in_time = _wait(self.process, min(limit, self.part.left)) is not None
         if not in_time:
@@ -295,7 +295,7 @@ class Tests:
 
 def _wait(process: subprocess.Popen[Any], seconds: float) -> int | None:
     try:
-        return process.wait(None if seconds == math.inf else seconds)
+        return process.wait(seconds)
     except subprocess.TimeoutExpired:
         return None
 
