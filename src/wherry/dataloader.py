@@ -11,6 +11,7 @@ from torch.utils.data import DataLoader, Dataset, DistributedSampler
 
 from wherry.errors import WherryError
 from wherry.observe.log import get_logger, warn
+from wherry.tiers.streams import can_pin
 
 if TYPE_CHECKING:
     from wherry.engine import Engine
@@ -133,7 +134,7 @@ def make_dataloader(
         "collate_fn": collate_fn,
         "drop_last": drop_last,
         "num_workers": workers,
-        "pin_memory": engine.device.type != "cpu",
+        "pin_memory": engine.device.type != "cpu" and can_pin(),
     }
     if sampler is not None:
         return DataLoader(data, sampler=sampler, **options)

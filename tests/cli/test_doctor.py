@@ -143,4 +143,5 @@ def test_what_makes_states_on_the_host_and_the_disk_slower(monkeypatch, tmp_path
     results = findings()
     assert results["NUMA"].verdict == NOTE and "--numa-binding node" in results["NUMA"].advice
     assert results["locked memory"].found == "limit 8.0 MiB" and "ulimit -l" in results["locked memory"].advice
+    assert results["pinned memory"].found == "not needed: there is no accelerator"
     assert results["huge pages"].found == "never" and "madvise" in results["huge pages"].advice

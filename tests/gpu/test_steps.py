@@ -13,8 +13,8 @@ from tests.scale.test_init import Mixed, whole
 import wherry
 from wherry.parallel.comm import Comm
 from wherry.testing import run_ranks
-from wherry.tiers.buffers import HostPool, PoolError
-from wherry.tiers.streams import CudaPin
+from wherry.tiers.buffers import FallbackPinning, HostPool, PoolError
+from wherry.tiers.streams import CudaPin, TorchPin
 
 pytestmark = [
     pytest.mark.gpu,
@@ -57,12 +57,19 @@ def test_stages_have_the_same_bits(precision: str) -> None:
 
 
 @pytest.mark.skipif(DEVICE is None or DEVICE.type != "cuda", reason="an error that CUDA alone keeps")
-def test_memory_that_cannot_be_pinned_is_no_error_of_the_next_kernel() -> None:
+def test_memory_that_cannot_be_pinned_is_no_error_of_the_next_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     with HostPool(pinning=CudaPin()) as pool:
         buffer = pool.take(4096)
         with pytest.raises(PoolError, match="CUDA error"):
             CudaPin().pin(buffer.data_ptr(), 4096)  # it is pinned already
         assert float(torch.ones(8, device=DEVICE).sum()) == 8.0
+        failing = CudaPin()
+        monkeypatch.setattr(failing, "pin", lambda *_: CudaPin().pin(buffer.data_ptr(), 4096))
+        with HostPool(pinning=FallbackPinning(failing, TorchPin())) as other:
+            pinned = other.take_zeros(4096)
+            assert pinned.is_pinned() and other.kind == "torch"
+            assert float(pinned.to(DEVICE, non_blocking=True).sum()) == 0.0
+            other.give(pinned)
         pool.give(buffer)
 
 

@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from dataclasses import asdict, dataclass
 from importlib import metadata
 from pathlib import Path
@@ -188,6 +189,22 @@ def _locked_memory(name: str) -> Finding:
     return Finding(name, f"limit {format_bytes(limit)}", NOTE, advice)
 
 
+def _pinned_memory(name: str) -> Finding:
+    from wherry.tiers.streams import accelerator, link_to
+
+    device = accelerator()
+    if device is None:
+        return Finding(name, "not needed: there is no accelerator")
+    with closing(link_to(device)) as link:
+        link.host.give(link.host.take(_GIB >> 4))
+        kind = link.host.kind
+    if kind == "pageable":
+        return Finding(
+            name, kind, NOTE, "states in host memory are copied more slowly; raise the limits on pinned memory"
+        )
+    return Finding(name, f"pinned by {kind}")
+
+
 def _huge_pages(name: str) -> Finding:
     mode = _HUGE_PAGES.read_text().partition("[")[2].partition("]")[0]
     advice = "host buffers on huge pages are faster: echo madvise > /sys/kernel/mm/transparent_hugepage/enabled"
@@ -203,6 +220,7 @@ CHECKS: dict[str, Callable[[str], Finding]] = {
     "shared memory": _shared_memory,
     "NUMA": _numa,
     "locked memory": _locked_memory,
+    "pinned memory": _pinned_memory,
     "huge pages": _huge_pages,
     "native core": _native,
     "disk I/O here": _disk_backend,

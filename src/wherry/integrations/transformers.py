@@ -38,6 +38,7 @@ from wherry.placement import Tier
 from wherry.sharding.access import gathered
 from wherry.sharding.meta import StayingInMemory
 from wherry.sharding.watched_params import Mark
+from wherry.tiers.streams import can_pin
 
 __all__ = ["StayingInMemory", "WherryMixin", "WherryTrainer"]
 
@@ -108,6 +109,8 @@ class WherryMixin:
         self._losses: list[torch.Tensor] = []
         with StayingInMemory():  # what PEFT draws around a model on the meta device
             super().__init__(*args, **kwargs)
+        if self.args.device.type != "cpu" and not can_pin():
+            self.args.dataloader_pin_memory = False
         if self.get_cp_size() > 1:
             self._check_loss()
         if self.args.load_best_model_at_end and self.args.save_only_model:

@@ -568,8 +568,6 @@ class ProcessGroupComm(Comm):
         if tensor.device.type == "cpu":
             return tensor.tolist()
         # A synchronization would wait without end for a rank that is gone; an event can be asked.
-        host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-        host.copy_(tensor, non_blocking=True)
         event = torch.Event(tensor.device)
         event.record(torch.accelerator.current_stream(tensor.device))
         asked = self.recent[-1] if self.recent else (0, "read", 0, "")
@@ -580,7 +578,7 @@ class ProcessGroupComm(Comm):
             raise
         except RuntimeError as error:
             raise self.peers.explain(error, asked) from error
-        return host.tolist()
+        return tensor.tolist()
 
     def _group(self, axis: str, members: list[int]) -> Comm:
         everybody = self._everybody()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 
@@ -85,8 +86,11 @@ class Norm:
     def _sent(self, values: Sequence[Squares], dtype: torch.dtype) -> torch.Tensor:
         """On the device, some of them from there; the host does not wait for what it is doing."""
         numbers = [0.0 if isinstance(value, torch.Tensor) else value for value in values]
-        apart = self._device.type != "cpu"
-        sent = torch.tensor(numbers, dtype=dtype, pin_memory=apart).to(self._device, non_blocking=True)
+        host = torch.tensor(numbers, dtype=dtype)
+        if self._device.type != "cpu":
+            with suppress(RuntimeError):  # a few pageable bytes, where no more can be pinned, block the host briefly
+                host = host.pin_memory()
+        sent = host.to(self._device, non_blocking=True)
         for place, value in enumerate(values):
             if isinstance(value, torch.Tensor):
                 sent[place].copy_(value)

@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING
 
 from wherry.errors import WherryError
 from wherry.fake import faking
+from wherry.observe.log import logger
+from wherry.observe.memory import format_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -32,6 +34,10 @@ class PoolError(WherryError):
     """A buffer was asked for that cannot be had."""
 
 
+class PinError(PoolError):
+    """Host memory that is there could not be pinned."""
+
+
 @dataclass(slots=True)
 class PoolCounters:
     """Bytes that a pool has allocated and lent. `misses` are the takes that had to allocate."""
@@ -45,6 +51,9 @@ class PoolCounters:
 class Pinning:
     """How a host pool has its memory kept in place; the base class registers none of it."""
 
+    name = "pageable"
+    cost = "pageable: copies between them and the device are staged and block the host"
+
     def allocate(self, nbytes: int) -> torch.Tensor:
         """Bytes from a page on, all zero."""
         return _map(nbytes, shared_with_forks=False)
@@ -54,6 +63,41 @@ class Pinning:
 
     def unpin(self, address: int, nbytes: int) -> None:
         return None
+
+
+class FallbackPinning(Pinning):
+    """Several ways of pinning, each for when the ones before it have failed, and then pageable memory.
+
+    A way that has failed once is not tried again. A buffer is unpinned the way it was pinned.
+    """
+
+    def __init__(self, *ways: Pinning) -> None:
+        self._ways = [*ways, Pinning()]
+        self._pinned_by: dict[int, Pinning] = {}
+        self.name = self._ways[0].name
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        while True:
+            try:
+                return self._allocate(self._ways[0], nbytes)
+            except PinError as error:
+                failed, way = self._ways.pop(0), self._ways[0]
+                self.name = way.name
+                logger.warning(
+                    "pinning a host buffer of %s by %s failed (%s); this buffer and later ones of its pool are "
+                    "%s. Raise the limits on pinned memory (`ulimit -l unlimited`; those of a virtual machine or "
+                    'container), place less in host memory, or set "pin_memory": false',
+                    format_bytes(nbytes), failed.name, error, way.cost,
+                )  # fmt: skip
+
+    def _allocate(self, way: Pinning, nbytes: int) -> torch.Tensor:
+        buffer = way.allocate(nbytes)
+        way.pin(buffer.data_ptr(), nbytes)
+        self._pinned_by[buffer.data_ptr()] = way
+        return buffer
+
+    def unpin(self, address: int, nbytes: int) -> None:
+        self._pinned_by.pop(address).unpin(address, nbytes)
 
 
 class _BufferPool:
@@ -149,6 +193,11 @@ class HostPool(_BufferPool):
         # what is mapped next at the same address would be taken for it.
         self._mapped: dict[int, int] = {}
         self._finalizer = weakref.finalize(self, _let_go_of_all, os.getpid(), pinning, self._watchers, self._mapped)
+
+    @property
+    def kind(self) -> str:
+        """Return "cudaHostRegister" or "torch", which pin new buffers, or "pageable"."""
+        return Pinning.name if self._pinning is None else self._pinning.name
 
     def take(self, nbytes: int) -> torch.Tensor:
         """A uint8 buffer of `nbytes`, its contents undefined."""

@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 
 import torch
 
@@ -17,7 +17,7 @@ from wherry.fake import faking, host_value
 from wherry.observe.log import logger
 from wherry.observe.memory import free_on_gpu
 from wherry.tickets import DONE, CallbackTicket, Ticket
-from wherry.tiers.buffers import PAGE, HostPool, Pinning, PoolError, spread
+from wherry.tiers.buffers import PAGE, FallbackPinning, HostPool, PinError, Pinning, spread
 
 
 def accelerator() -> torch.device | None:
@@ -303,7 +303,7 @@ class _Copy(Ticket):
 
 
 class DeviceLink(Link):
-    """Between a device and pinned host memory, with a stream for each direction."""
+    """Between a device and host memory, pinned where it can be, with a stream for each direction."""
 
     shared = False
 
@@ -320,7 +320,8 @@ class DeviceLink(Link):
     def _make_pool(self, pin: bool) -> HostPool:
         if not pin:
             return HostPool()
-        return HostPool(pinning=CudaPin() if self.device.type == "cuda" else TorchPin())
+        ways = (CudaPin(), TorchPin()) if self.device.type == "cuda" else (TorchPin(),)
+        return HostPool(pinning=FallbackPinning(*ways))
 
     def _record(self) -> torch.Event:
         event = new_event(self.device)
@@ -342,9 +343,10 @@ class DeviceLink(Link):
             fence.order(self._up)
         else:
             self._record().wait(self._up)
-        if isinstance(after, _Copy):
+        if isinstance(after, _Copy) and self.host.kind != Pinning.name:
             after.order(self._up)
         else:
+            # A driver may stage a pageable source when a copy is launched, before its stream gets there.
             after.wait()
         return self._copy(self._up, target, source, on_host=False)
 
@@ -426,16 +428,21 @@ def link_to(device: torch.device, *, pin: bool = True) -> Link:
 class TorchPin(Pinning):
     """Memory that torch allocates pinned."""
 
+    name = "torch"
+    cost = "pinned by torch, which may round each up to a power of two"
+
     def allocate(self, nbytes: int) -> torch.Tensor:
-        with torch.inference_mode(False):  # who uses it next may not be in an evaluation
-            memory = torch.zeros(nbytes + PAGE, dtype=torch.uint8, pin_memory=True)
-        start = -memory.data_ptr() % PAGE
+        memory = _torch_pinned(nbytes)
+        if start := -memory.data_ptr() % PAGE:
+            memory = _torch_pinned(nbytes + PAGE)
+            start = -memory.data_ptr() % PAGE
         return memory[start : start + nbytes]
 
 
 class CudaPin(Pinning):
     """Memory of the system's that is registered with CUDA; torch's own would be rounded up to a power of two."""
 
+    name = "cudaHostRegister"
     _PORTABLE = 1  # pinned for every CUDA context of the process
     _UNLOADING = 4  # at interpreter exit the driver has let go of everything already
 
@@ -454,16 +461,32 @@ class CudaPin(Pinning):
         code = int(self._runtime.cudaHostRegister(address, nbytes, self._PORTABLE))
         if code:
             _forget_cuda_error()
-            raise PoolError(
-                f"pinning a host buffer of {nbytes} bytes for CUDA failed with CUDA error {code}: lower the host "
-                "memory that is pinned, or do not pin host buffers"
-            )
+            raise PinError(f"CUDA error {code}")
 
     def unpin(self, address: int, nbytes: int) -> None:
         code = int(self._runtime.cudaHostUnregister(address))
         if code not in (0, self._UNLOADING):
             _forget_cuda_error()
             raise RuntimeError(f"unpinning a host buffer failed with CUDA error {code}")
+
+
+@cache
+def can_pin() -> bool:
+    """Test whether torch can pin host memory; log why not."""
+    try:
+        _torch_pinned(1)
+    except PinError as error:
+        logger.warning("torch cannot pin host memory here (%s): batches are pageable, and copied more slowly", error)
+        return False
+    return True
+
+
+def _torch_pinned(nbytes: int) -> torch.Tensor:
+    try:
+        with torch.inference_mode(False):  # who uses it next may not be in an evaluation
+            return torch.zeros(nbytes, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        raise PinError(str(error).strip().partition("\n")[0]) from error
 
 
 def _forget_cuda_error() -> None:

@@ -17,6 +17,7 @@ from wherry.compat.deepspeed.parameters import live_engines
 from wherry.config import Config
 from wherry.errors import WherryError
 from wherry.observe.log import warn
+from wherry.tiers.streams import can_pin
 
 # Keys of the config's block, in the order of the arguments of `configure`, and the names that scripts read.
 _KEYS = {
@@ -123,7 +124,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     alone = recompute.running.get() is None and not recompute.inside.get() and torch.is_grad_enabled()
     if alone and _settings().get("cpu_checkpointing"):
         kind = get_accelerator().device_name()
-        host = torch.autograd.graph.save_on_cpu(pin_memory=kind != "cpu", device_type=kind)
+        host = torch.autograd.graph.save_on_cpu(pin_memory=kind != "cpu" and can_pin(), device_type=kind)
         return recompute.recomputed(call, args, kwargs, saving=host)
     return wherry.checkpoint(call, *args, **kwargs)
 
