@@ -32,7 +32,13 @@ from wherry.sharding.access import Access
 from wherry.sharding.autograd import NO_TASK, backward_task, tensors_in, with_tensors
 from wherry.sharding.hooks import Hooks
 from wherry.sharding.layer_major import sums_in_fp32
-from wherry.sharding.model_checks import refuse_engine, refuse_whole
+from wherry.sharding.model_checks import (
+    compile_for_training_only,
+    refuse_cuda_graphs,
+    refuse_engine,
+    refuse_whole,
+    uses_cuda_graphs,
+)
 from wherry.sharding.replicas import compare_replicas
 from wherry.sharding.roster import Roster
 from wherry.update import schedules
@@ -1039,9 +1045,11 @@ class Engine(nn.Module):
     ) -> None:
         """torch.compile for each block by itself: gathers, releases and reductions stay between the graphs.
 
-        `options` are those of torch.compile. A model compiled as a whole is refused.
+        `options` are those of torch.compile. A model compiled as a whole is refused. Modes "default" and
+        "max-autotune-no-cudagraphs" go with every placement; CUDA graphs ("reduce-overhead", "max-autotune") only with
+        weights and activations that stay on the device, at stages 0 to 2, and blocks run uncompiled under no_grad then.
 
-            engine.compile(mode="reduce-overhead")
+            engine.compile(mode="max-autotune-no-cudagraphs")
         """
         self._check_open()
         if schedule is not None:
@@ -1052,8 +1060,14 @@ class Engine(nn.Module):
                 "compile: this model has no blocks to compile one by one; name their classes in the config, as in "
                 '"wherry": {"unit_classes": ["Block"]}'
             )
+        arguments = {"backend": backend, **(compile_kwargs or {}), **options}
+        graphs = uses_cuda_graphs(**arguments)
+        if graphs:
+            refuse_cuda_graphs(arguments, self._config, self.topology, modules)
         for module in modules:
-            module.compile(**{"backend": backend, **(compile_kwargs or {}), **options})
+            module.compile(**arguments)
+            if graphs:
+                compile_for_training_only(module)
 
     @property
     def is_compiled(self) -> bool:

@@ -7,6 +7,7 @@ import io
 import itertools
 import pickle
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -261,6 +262,62 @@ def test_a_model_or_an_engine_compiled_as_a_whole_is_refused() -> None:
     model.compile(backend="eager")
     with pytest.raises(WherryError, match=r"compiled as a whole by TinyLM.compile\(\).* call engine.compile\(\)"):
         engine(*token_batch(0, 0, 0))
+
+
+GRAPHS = (
+    {"mode": "reduce-overhead"},
+    {"compile_kwargs": {"mode": "max-autotune"}},
+    {"options": {"triton.cudagraphs": True}},
+    {"backend": "cudagraphs"},
+)
+
+
+@pytest.mark.parametrize("how", GRAPHS)
+def test_cuda_graphs_are_refused_where_weights_are_partitioned(how: dict[str, Any]) -> None:
+    with closing(engine_of(make_model(), settings(3))) as engine:
+        message = (
+            r"compile: CUDA graphs .* gathered at new addresses; expected mode=.*max-autotune-no-cudagraphs.*, got .*"
+        )
+        with pytest.raises(WherryError, match=message):
+            engine.compile(**how)
+        assert not engine.is_compiled
+        for mode in ("default", "max-autotune-no-cudagraphs"):
+            engine.compile(mode=mode)
+        assert engine.is_compiled
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"activation_checkpointing": {"policy": "recompute"}}, "activation_checkpointing runs forwards again"),
+        ({"wherry": {"accumulation": "layer_major"}}, "run in between each other"),
+        ({}, "1 of 3 blocks have no weights that are trained"),
+    ],
+)
+def test_cuda_graphs_are_refused_where_forwards_and_backwards_do_not_alternate(more: Any, reason: str) -> None:
+    model = make_model()
+    model.blocks[1].requires_grad_(bool(more))
+    with (
+        closing(engine_of(model, settings(2, more=more))) as engine,
+        pytest.raises(WherryError, match=f"{reason}.* got backend='inductor', mode='max-autotune'"),
+    ):
+        engine.compile(mode="max-autotune")
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [0, 2])
+def test_cuda_graphs_train_and_leave_evaluation_to_the_interpreter(stage: int) -> None:
+    """Compile by a backend that runs graphs as they are where there is no CUDA."""
+    torch._dynamo.reset()
+    model, counts = make_model(), torch._dynamo.utils.counters["stats"]
+    with closing(engine_of(copy.deepcopy(model), settings(stage))) as engine:
+        engine.compile(backend="cudagraphs")
+        before = counts["unique_graphs"]
+        with torch.no_grad():
+            engine(*token_batch(0, 0, 0))
+        assert counts["unique_graphs"] == before
+        assert train(engine, 3) == pytest.approx(train_plain(model, steps=3).losses, rel=1e-5)
+        assert counts["unique_graphs"] > before
 
 
 def test_a_model_without_blocks_is_refused() -> None:

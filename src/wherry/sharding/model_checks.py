@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from wherry.observe.log import logger, warn
 from wherry.observe.memory import format_bytes
 from wherry.parallel.comm import Comm
 from wherry.parallel.partition import part_of
+from wherry.parallel.topology import Topology
 from wherry.sharding.meta import source_of
 from wherry.sharding.param_shard import shared_with
 from wherry.sharding.shared_memory import overlapping
@@ -90,6 +91,72 @@ def refuse_whole(model: nn.Module) -> None:
             f"the model was compiled as a whole by {type(model).__name__}.compile(), and {_WHY}; call engine.compile() "
             "instead, which compiles each block"
         )
+
+
+def uses_cuda_graphs(backend: Any, mode: str | None = None, options: Any = None, **_: Any) -> bool:
+    """Return whether torch.compile records CUDA graphs with these arguments."""
+    if getattr(backend, "compiler_name", backend) == "cudagraphs":
+        return True
+    if backend != "inductor" and not mode and not options:
+        return False
+    from torch._inductor import config, list_mode_options
+
+    chosen: dict[str, Any] = {"triton.cudagraphs": backend == "inductor" and config.triton.cudagraphs}
+    chosen |= list_mode_options().get(mode or "default", {}) | (options or {})
+    return bool(chosen["triton.cudagraphs"])
+
+
+def refuse_cuda_graphs(
+    arguments: Mapping[str, Any], config: Config, topology: Topology, blocks: Sequence[nn.Module]
+) -> None:
+    """Refuse CUDA graphs where torch would replay them on memory that has become another's.
+
+    A graph has its inputs and outputs at fixed addresses. torch frees the outputs of all blocks' graphs with the first
+    forward after a backward has begun, or at the next block if the forward before it has no backward.
+    """
+    frozen = [block for block in blocks if not any(p.requires_grad for p in block.parameters())]
+    reasons = (
+        (
+            config.placement().parameters.partitioned,
+            "partitioned weights are released, and gathered at new addresses",
+            'set "zero_optimization": {"stage": 2} or less',
+        ),
+        (
+            config.activation_checkpointing.resolved_policy() != "none",
+            "activation_checkpointing runs forwards again in the backward, or moves what a graph has saved",
+            "leave activation_checkpointing out",
+        ),
+        (
+            config.wherry.accumulation == "layer_major" or topology.pipe.size > 1,
+            "forwards and backwards of several micro-batches run in between each other",
+            'leave out "accumulation": "layer_major" and pipeline parallelism',
+        ),
+        (
+            bool(frozen),
+            f"{len(frozen)} of {len(blocks)} blocks have no weights that are trained, and so no backward of their own",
+            "train some weights of every block",
+        ),
+    )
+    for applies, reason, cure in reasons:
+        if applies:
+            asked = ", ".join(
+                f"{name}={arguments[name]!r}" for name in ("backend", "mode", "options") if name in arguments
+            )
+            raise WherryError(
+                f'compile: CUDA graphs replay fixed addresses, but {reason}; expected mode="default" or '
+                f'mode="max-autotune-no-cudagraphs", got {asked}; leave the graphs out, or {cure}'
+            )
+
+
+def compile_for_training_only(module: nn.Module) -> None:
+    """Call a compiled block uncompiled under no_grad: the next block's CUDA graph would free its output."""
+    compiled = module._compiled_call_impl
+    assert compiled is not None
+
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return (compiled if torch.is_grad_enabled() else module._call_impl)(*args, **kwargs)
+
+    module._compiled_call_impl = call
 
 
 def _refuse_wrapped(model: nn.Module) -> None:
