@@ -172,7 +172,7 @@ def test_without_the_memory_for_copies_training_stands_still(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, free: int
 ) -> None:
     """All ranks write before the call returns, log the reason once, and the checkpoint is the same."""
-    monkeypatch.setattr(staging, "rooms", lambda: [Room("a machine", "on a machine", free)])
+    monkeypatch.setattr(staging, "rooms", lambda *_: [Room("a machine", "on a machine", free)])
     gate = Gate(monkeypatch)
 
     def body(engine: Any, comm: Comm) -> Any:

@@ -10,6 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from tests.engine.harness import TinyLM, engine_of, make_model, train_step
@@ -50,7 +51,7 @@ def free_memory(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Set the bytes of host memory that are free for states."""
 
     def free(count: int) -> None:
-        monkeypatch.setattr(runtime, "free_host_memory", lambda ranks: count)
+        monkeypatch.setattr(runtime, "free_host_memory", lambda *_: count)
         monkeypatch.setattr(machines, "PROCESS", 0)
 
     return free
@@ -77,6 +78,18 @@ def test_less_memory_means_a_higher_stage_and_all_ranks_agree(free_memory):
     free_memory(10_000)
     with pytest.raises(WherryError, match="nothing fits"):
         engine_config(2, {"zero_optimization": AUTO}, model)
+
+
+@pytest.mark.parametrize("data", [None, DATA])
+def test_states_are_placed_in_the_memory_that_the_config_says_there_is(data, monkeypatch):
+    """Where the memory of a machine grows as it is used, little of it is free."""
+    real = psutil.virtual_memory
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: real()._replace(available=10_000))
+    monkeypatch.setattr(runtime, "this_machine", lambda _: host(host_memory=10_000))
+    with pytest.raises(WherryError, match="nothing fits"):
+        settle(make_model(), {"zero_optimization": AUTO}, data, ranks=2)
+    config = {"zero_optimization": AUTO, "wherry": {"host_memory": "20GB"}}
+    assert settle(make_model(), config, data, ranks=2).zero_optimization.stage == 0
 
 
 def test_what_was_given_stays_and_a_note_says_what_was_chosen_and_why(free_memory):

@@ -5,18 +5,20 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
-from tests.engine.harness import TinyLM, engine_of, make_model, settings
+from tests.engine.harness import TinyLM, engine_of, make_model, settings, train
 from tests.tiers.rows import offload
 
 from wherry.errors import WherryError
 from wherry.sharding.grouping import plan_units
 from wherry.tiers import disk
 from wherry.tiers.disk_errors import DiskSpaceError
-from wherry.tiers.host import HostMemoryError, check_host
+from wherry.tiers.host import HostMemoryError, check_host, free_host_memory
 
 
 def start(config: dict[str, Any], blocks: int = 3) -> None:
@@ -64,6 +66,24 @@ def test_too_little_host_memory_is_found_before_training(tmp_path: Path) -> None
     assert missing(kept) == 8 * numel + 8 * stays + 2 * 8 * block
     # Beside 16 bytes a parameter: the gradients that a late update reads, and the weights that it has written.
     assert missing({"wherry": {"update_policy": "delayed"}}) == 24 * numel
+
+
+def test_memory_that_grows_as_it_is_used_is_what_the_config_says(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """States, activations and saves take it, though the system has almost nothing free."""
+    real = psutil.virtual_memory
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: real()._replace(available=1000))
+    with pytest.raises(HostMemoryError, match=r"what helps: .* or wherry\.host_memory, if memory grows as it is used"):
+        start({}, blocks=12)
+    caplog.set_level("INFO", "wherry")
+    own = {"host_memory": "20GB", "checkpoint": {"async_save": True}}
+    config = {"activation_checkpointing": {"policy": "auto"}, "wherry": own}
+    with closing(engine_of(make_model(), settings(3, more=config))) as engine:
+        train(engine, 3)
+        engine.save_checkpoint(tmp_path)
+    assert "units: 3 kept, 0 recomputed; " in caplog.text and "stands still" not in caplog.text
+    assert free_host_memory() <= 1000 < 10 * 10**9 < free_host_memory(limit=20 * 10**9) < 20 * 10**9
 
 
 def test_weights_that_stay_in_memory_need_no_room_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,7 +34,7 @@ def test_where_micro_batches_would_travel_one_by_one_and_there_is_room_for_all(
     stage: int, change: dict[str, Any], together: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     how = {"accumulation": 4, "ranks": 2, "zero": {}, "device": "cpu", "order": "auto", "free": NEEDED} | change
-    monkeypatch.setattr(build, "free_bytes", lambda place: how["free"])
+    monkeypatch.setattr(build, "free_bytes", lambda *_: how["free"])
     config = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": how["accumulation"]}
     config |= {"zero_optimization": {"stage": stage, **how["zero"]}, "wherry": {"accumulation": how["order"]}}
     ranks, device = how["ranks"], torch.device(how["device"])

@@ -52,7 +52,7 @@ def build(
         beneath,
         topology,
         gather=gather,
-        free_bytes=lambda: free_bytes(topology),
+        free_bytes=lambda: free_bytes(topology, config.wherry.host_memory),
         store=_store(block, topology, checksum=config.aio.checksum),
         partition=partition,
     )
@@ -74,10 +74,10 @@ def _store(block: ActivationCheckpointing, topology: Topology, *, checksum: bool
     return HostStore(link)
 
 
-def free_bytes(topology: Topology) -> int:
-    """What activations may still take on this rank's device."""
+def free_bytes(topology: Topology, limit: int | None = None) -> int:
+    """What activations may still take on this rank's device, where `limit` is the config's of host memory."""
     device = topology.device
     if device.type != "cpu":
         return int(free_on_gpu(device) * SHARE_OF_FREE)
     here = int(os.environ.get("LOCAL_WORLD_SIZE", topology.world_size))
-    return int(free_host_memory(here) * SHARE_OF_FREE / here)
+    return int(free_host_memory(here, limit) * SHARE_OF_FREE / here)

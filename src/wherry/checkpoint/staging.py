@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -172,7 +173,9 @@ def why_not_behind(session: Session, shares: Shares, plain: Iterable[torch.Tenso
     wanted += sum(tensor.nbytes for tensor in plain)
     pinned = session.link.aside_pool.counters
     wanted -= pinned.allocated - pinned.in_use
-    found = session.comm.gather_objects((on_disk, round(wanted), rooms()))
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", session.comm.size))
+    room = rooms(ranks, session.config["wherry"]["host_memory"])
+    found = session.comm.gather_objects((on_disk, round(wanted), room))
     if any(disk for disk, *_ in found):
         return "states on disk are read as they are written"
     return _shortage([(nbytes, told) for _, nbytes, told in found])

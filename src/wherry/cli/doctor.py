@@ -124,7 +124,13 @@ def _memory(name: str) -> Finding:
     memory = host_memory()
     found = f"{format_bytes(memory.available)} free of {format_bytes(memory.total)}"
     if memory.available < 2 * _GIB:
-        return Finding(name, found, PROBLEM, "free some: torch alone takes half a GiB for each rank")
+        return Finding(
+            name,
+            found,
+            PROBLEM,
+            "free some: torch alone takes half a GiB for each rank; wherry.host_memory says what there is where memory "
+            "grows as it is used",
+        )
     return Finding(name, found)
 
 

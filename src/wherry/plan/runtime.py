@@ -96,10 +96,12 @@ def _choose(
     everywhere = ranks * grid.size
     nodes, folders = -(-everywhere // ranks_here), state_folders(config)
     if data is None:
-        room = _room(free_on_gpu, ranks_here, nodes, _free(config, folders))
+        free = free_host_memory(ranks_here, config.wherry.host_memory)
+        room = _room(free_on_gpu, ranks_here, nodes, free, _free(config, folders))
         choice = _by_states(model, config, everywhere, grid, wanted, room)
     else:
         machine = replace(this_machine(disk_folder(config, next(iter(folders), None))), nodes=nodes)
+        machine = machine.having(config.wherry.host_memory)
         machine = replace(machine, disk=_free(config, folders)) if folders else machine
         machine = replace(machine, gpu_memory=free_on_gpu) if free_on_gpu is not None else machine
         source = _source(model, data, collate or default_collate)
@@ -147,7 +149,7 @@ def _free_on_gpus(device: torch.device, comm: Comm) -> int | None:
     return min((free for free in told if free is not None), default=None)
 
 
-def _room(free_on_gpu: int | None, ranks_here: int, nodes: int, disk: int) -> Machine:
+def _room(free_on_gpu: int | None, ranks_here: int, nodes: int, host: int, disk: int) -> Machine:
     """This machine by what is free on it for states. Its rates are nobody's: no step is timed."""
     on_gpu = free_on_gpu is not None
     return replace(
@@ -155,7 +157,7 @@ def _room(free_on_gpu: int | None, ranks_here: int, nodes: int, disk: int) -> Ma
         name="this machine",
         gpus=ranks_here if on_gpu else 0,
         gpu_memory=int(FOR_STATES * (free_on_gpu or 0)),
-        host_memory=int((1.0 if on_gpu else FOR_STATES) * free_host_memory(ranks_here)),
+        host_memory=int((1.0 if on_gpu else FOR_STATES) * host),
         disk=disk,
         nodes=nodes,
     )

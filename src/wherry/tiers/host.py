@@ -65,25 +65,28 @@ class Room:
     free: int
 
 
-def rooms(ranks: int = 1) -> list[Room]:
+def rooms(ranks: int = 1, limit: int | None = None) -> list[Room]:
     """Where this process takes memory from: the machine's, and within it its control group's where that has a limit.
 
-    What `ranks` like this one have promised to states, which have yet to write there, is not free.
+    What `ranks` like this one have promised to states, which have yet to write there, is not free. Of `limit`, the
+    config's `wherry.host_memory`, what they have not taken is free, also where the system does not know of it: the
+    memory of some virtual machines grows as it is used.
     """
     import psutil
 
     here, host, promised = machine(), socket.gethostname(), ranks * untouched()
-    found = [Room(here, f"on {host}", max(0, int(psutil.virtual_memory().available) - promised))]
+    left = 0 if limit is None else max(0, limit - promised - ranks * psutil.Process().memory_info().rss)
+    found = [Room(here, f"on {host}", max(left, int(psutil.virtual_memory().available) - promised))]
     for limited in control_groups():
         group = os.stat(limited.file)
         key = f"{here} {group.st_dev}:{group.st_ino}"
-        found.append(Room(key, f"in the container {host}", max(0, limited.free - promised)))
+        found.append(Room(key, f"in the container {host}", max(left, limited.free - promised)))
     return found
 
 
-def free_host_memory(ranks: int = 1) -> int:
-    """Bytes that `ranks` processes like this one may still take, together."""
-    return min(room.free for room in rooms(ranks))
+def free_host_memory(ranks: int = 1, limit: int | None = None) -> int:
+    """Bytes that `ranks` processes like this one may still take, together, where a config has this `limit`."""
+    return min(room.free for room in rooms(ranks, limit))
 
 
 def check_host(needed: int, ranks: int, limit: int | None, held: int, less: Sequence[str]) -> None:
@@ -98,7 +101,8 @@ def check_host(needed: int, ranks: int, limit: int | None, held: int, less: Sequ
         return
     whose = "wherry.host_memory allows" if limit is not None else "this machine has free"
     each = f"{human(needed)} on each of {ranks} ranks here" if ranks > 1 else human(needed)
-    ways = [*less, *(["a larger wherry.host_memory"] if limit is not None else []), "more ranks on other machines"]
+    larger = "a larger wherry.host_memory" if limit is not None else "wherry.host_memory, if memory grows as it is used"
+    ways = [*less, larger, "more ranks on other machines"]
     raise HostMemoryError(
         f"training states need {each} of host memory, and {whose} {human(max(0, room))}: {human(missing)} are "
         f"missing; what helps: {' or '.join(ways)}; `wherry plan` tells what fits",
