@@ -165,25 +165,31 @@ PUBLISHED: dict[str, dict[str, int]] = {
 }
 
 
+# Logits of a published model that exist at a time, 1 GiB in fp32: all of 16k tokens would be the half of a GPU.
+LOGITS = 1 << 28
+
+
 def _published(recipe: Recipe) -> nn.Module:
     """Build a model of Transformers' in the working dtype, which returns the mean loss of its labels."""
     import torch
     from torch import nn
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
+    from wherry.nn import chunked_cross_entropy
+
     class Losses(nn.Module):
-        def __init__(self, model: nn.Module) -> None:
+        def __init__(self, model: Any) -> None:
             super().__init__()
             self.model = model
 
         def forward(self, ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-            logits = self.model(input_ids=ids, use_cache=False).logits
-            return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+            hidden = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
+            return chunked_cross_entropy(hidden, self.model.lm_head.weight, labels, chunk=LOGITS)
 
     config = Qwen3Config(**PUBLISHED[recipe.published], tie_word_embeddings=True)
     model = Qwen3ForCausalLM._from_config(config, dtype=torch.bfloat16 if recipe.dtype == "bf16" else torch.float32)
     if recipe.recompute:
-        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     return Losses(model.train())
 
 
