@@ -46,6 +46,8 @@ from wherry.observe.memory import host_memory
 NO_TIME = "no time was left"
 # Seconds of a part, and those after which a part that does not end by itself is left.
 PART_S, GRACE_S = 120, 5.0
+# Seconds for pytest to print its results after an interrupt: fewer than GRACE_S, or their row would be lost.
+INTERRUPT_S = 2.0
 # The rows of measures that no system makes.
 MACHINE = "this machine"
 # Measures of the same sources and machine are taken over for so many seconds.
@@ -164,10 +166,10 @@ class Part:
         for path in self.folder.glob("*.json"):
             try:
                 file = harness.read(path)
-            except WherryError:
+                age = (now - datetime.datetime.fromisoformat(file["date"])).total_seconds()
+                same = machine.slug(file["machine"]) == machine.slug(head["machine"])
+            except (WherryError, ValueError, TypeError, KeyError):  # no such file of this version
                 continue
-            age = (now - datetime.datetime.fromisoformat(file["date"])).total_seconds()
-            same = machine.slug(file["machine"]) == machine.slug(head["machine"])
             same = same and all(file[name] == head[name] for name in ("benchmark", "settings"))
             if same and age < FRESH_S and path != self.results.path:
                 measured = [row | {"from": file["part"]} for row in file["rows"] if row["reason"] is None]
@@ -202,7 +204,7 @@ def smoke(part: Part) -> bool:
         part.probe(probe, limit)
     part.free()
     part.say("the Triton kernel")
-    return Tests(part, "triton", "tests/gpu/test_kernels.py").end(90.0)
+    return Tests(part, "triton", "tests/gpu/test_kernels.py", "--timeout", "90").end(90.0)
 
 
 OURS, ALL_OURS = "wherry-2-cpu", "wherry-3-cpu"
@@ -276,7 +278,7 @@ class Tests:
         in_time = _wait(self.process, min(limit, self.part.left)) is not None
         if not in_time:
             self.process.send_signal(signal.SIGINT)  # it then prints what it has found
-            if _wait(self.process, 5.0) is None:
+            if _wait(self.process, INTERRUPT_S) is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
         status, text = self.process.wait(), self.file.read_text(errors="replace")
         tests = re.findall(r"^(\S+::.*?) (PASSED|FAILED|SKIPPED|ERROR)", text, flags=re.MULTILINE)
@@ -431,7 +433,7 @@ def _take(
                 peak["host_bytes_per_parameter"] = (peak["value"] - peak["empty_bytes"]) / size.recipe.parameters
                 part.results.add(step, peak)
                 done += 1
-            if one.label in series.traced:
+            if one.label == series.traced:
                 path = part.folder / f"trace-{one.model}.json.gz"
                 try:
                     step["trace"] = part.answer(processes, 30.0, do="trace", system=system, steps=2, path=str(path))
@@ -455,17 +457,19 @@ def _leave_out(part: Part, sizes: Sequence[Subject], reason: str | None) -> None
 def _add_bounds(part: Part, row: harness.Row, subject: Subject, rates: dict[str, float]) -> None:
     """Add to a step its part of the GPU's peak and of its bounds: all at once, and as the order of a step allows."""
     recipe = subject.recipe
-    if "matrix" not in rates:
-        return
     name = part.results.head["machine"]["gpu"] or ""
-    peak = next((peak for card, peak in PEAKS.items() if card in name), rates["matrix"])
-    row["mfu"] = row["tflops"] * 1e12 / peak
+    peak = next((peak for card, peak in PEAKS.items() if card in name), rates.get("matrix"))
+    if peak is not None:
+        row["mfu"] = row["tflops"] * 1e12 / peak
+    if "matrix" not in rates or ("nvme" in subject.system and "disk_read" not in rates):
+        return  # The step keeps its figures where a probe of the rates has failed.
     row["matrix_s"] = recipe.flops / rates["matrix"]
     if subject.system == COMPUTE:
         row |= {"overlapped_s": row["matrix_s"], "bound_s": row["matrix_s"], "bound_by": "matrix"}
     else:
         alike = {name: row["case"][name] for name in ("model", "tokens", "measure")}
-        computed = [one for one in part.results.rows if one["system"] == COMPUTE and one["value"]]
+        rows = [*part.earlier.values(), *part.results.rows]
+        computed = [one for one in rows if one["system"] == COMPUTE and one["value"]]
         same = [one for one in computed if alike.items() <= one["case"].items()]
         phases = (same[0]["forward_s"], same[0]["backward_s"]) if same else bounds.computing(recipe, rates["matrix"])
         work = bounds.work_of(subject.system, recipe, gpu=True)
@@ -491,8 +495,15 @@ def line_of(row: harness.Row) -> str:
     """Format a row as a line: all that is known of a part must fit in a terminal's last page."""
     words = [*map(str, row["case"].values()), row["system"]]
     words.append(row["reason"] or harness.quantity(row["value"], row["unit"]))
-    if "of_bound" in row:
+    if row.get("failed"):
+        words.append(f"FAILED: {', '.join(row['failed'])}")
+    if row.get("good") is False:
+        words.append(f"WRONG, losses {row['losses'][:4]}")
+    if row.get("in_time") is False:
+        words.append("not in time")
+    if "mfu" in row:
         words.append(f"{row['tokens_per_s']:,.0f} tokens/s, MFU {row['mfu']:.2f}")
+    if "of_bound" in row:
         words.append(
             f"{row['of_overlapped']:.2f} of all at once, {row['of_bound']:.2f} of the bound ({row['bound_by']})"
         )
@@ -540,19 +551,29 @@ def main(argv: Sequence[str] | None = None) -> int:
     good = True
     for name in options.parts or PARTS:
         results = harness.Results("gpu", options, settings, name, options.json / f"{name}.json")
-        part = Part(options, results)
         try:
-            with time_limit(options.deadline + GRACE_S):
-                good &= PARTS[name](part)
-        except (Exception, Over) as error:  # a part costs itself alone
+            good &= _run(Part(options, results), name)
+        except OSError:  # A full disk costs the part's file: its rows are printed, and the next part begins.
             traceback.print_exc()
-            results.add(harness.row({"part": name}, MACHINE, "", reason=f"{type(error).__name__}: {error}"))
             good = False
-        finally:
-            part.close()
-        print("\n".join(line_of(row) for row in results.rows if "from" not in row))
-        results.close()
     return 0 if good else 1
+
+
+def _run(part: Part, name: str) -> bool:
+    """Run a part, print its rows and write its file; return whether bits and tests are right."""
+    results = part.results
+    try:
+        with time_limit(part.options.deadline + GRACE_S):
+            good = PARTS[name](part)
+    except (Exception, Over) as error:  # a part costs itself alone
+        traceback.print_exc()
+        good = False
+        results.add(harness.row({"part": name}, MACHINE, "", reason=f"{type(error).__name__}: {error}"))
+    finally:
+        part.close()
+        print("\n".join(line_of(row) for row in results.rows if "from" not in row))
+    results.close()
+    return good
 
 
 def _sources() -> str:

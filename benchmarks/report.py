@@ -296,8 +296,10 @@ def on_a_gpu(results: Sequence[Mapping[str, Any]]) -> str:
     """Format the steps on GPUs, and what others have published of Qwen3-4B on one card beside them."""
     title = "## On a GPU\n\n"
     files = [result for result in results if result["benchmark"] == "gpu" and not result["settings"]["toy"]]
-    # A later file has the newer figures of a row that several have.
-    rows = {harness.key(row): (result, row) for result in files for row in result["rows"]}
+    # A row that several files have for one GPU is the newest that was measured, or the newest reason.
+    found = [(result, row) for result in files for row in result["rows"]]
+    found.sort(key=lambda pair: (pair[1]["reason"] is None, pair[0]["date"]))
+    rows = {(result["machine"]["gpu"], harness.key(row)): (result, row) for result, row in found}
     steps = [(result, row) for result, row in rows.values() if row["case"].get("measure") == "step"]
     if not steps:
         return title + "Nothing has been measured on a GPU yet.\n"
@@ -314,15 +316,16 @@ def on_a_gpu(results: Sequence[Mapping[str, Any]]) -> str:
         figures = [harness.quantity(row["value"], "s"), f"{row['tokens_per_s']:,.0f}", *parts]
         lines.append(f"{head} {' | '.join(figures)} |")
     lines += ["", "| Qwen3-4B on one card | elsewhere | goal | here |", "|---|---|---|---|"]
+    values = {
+        (result["machine"]["gpu"], row["system"], row["case"]["tokens"]): row["value"]
+        for result, row in steps
+        if row["case"]["model"] == _QWEN and row["value"] is not None
+    }
+    cards = dict.fromkeys(card for card, *_ in values)
     for figure in PUBLISHED:
-        values = [
-            row["value"]
-            for system in figure.systems
-            for _, row in steps
-            if (row["system"], row["case"]["model"], row["case"]["tokens"]) == (system, _QWEN, figure.tokens)
-        ]
-        here = figure.compute(*values) if len(values) == 2 and None not in values else "not measured"
-        lines.append(f"| {figure.title} | {figure.elsewhere} | {figure.goal} | {here} |")
+        pairs = {card: [values.get((card, system, figure.tokens)) for system in figure.systems] for card in cards}
+        here = [f"{figure.compute(*pair)} ({card})" for card, pair in pairs.items() if None not in pair]
+        lines.append(f"| {figure.title} | {figure.elsewhere} | {figure.goal} | {', '.join(here) or 'not measured'} |")
     return title + "\n".join(lines) + "\n"
 
 

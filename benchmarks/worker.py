@@ -110,10 +110,12 @@ class Worker:
 
         import wherry
 
-        # Attention's backward adds up in an order of its own otherwise. Memory that is not written yet stays as it is.
         os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
         torch.use_deterministic_algorithms(True, warn_only=True)
         torch.utils.deterministic.fill_uninitialized_memory = False
+        # With warn_only, the backwards of flash and memory-efficient attention stay nondeterministic.
+        for name in ("flash", "mem_efficient", "cudnn"):
+            getattr(torch.backends.cuda, f"enable_{name}_sdp")(False)
         made = Recipe(**recipe)
         trainee: Any = SYSTEMS[system](made, self.ranks)
         losses = [trainee.step(*made.batch_of(step, 0, 1)) for step in range(steps)]

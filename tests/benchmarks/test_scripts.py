@@ -80,12 +80,15 @@ def test_figures_of_a_gpu_stand_beside_published_ones():
         harness.row(case, "wherry-2-cpu:before_use", "s", [1.5], **facts),
         harness.row(case | {"tokens": 8192}, "wherry-2:at_step", "s", reason="OutOfMemoryError"),
     ]
-    file = {"benchmark": "gpu", "settings": {"toy": False}, "machine": {"gpu": "H100"}, "rows": rows}
-    text = report.on_a_gpu([file])
+    file = {"benchmark": "gpu", "date": "2026-2", "settings": {"toy": False}, "machine": {"gpu": "H100"}, "rows": rows}
+    # Neither an older file, nor one of another GPU, nor a failure takes a figure's place.
+    others = [harness.row(case, "compute", "s", [9.0], **facts)], [harness.row(case, "compute", "s", reason="hung")]
+    old, failed = ({**file, "rows": rows, "date": f"2026-{month}"} for rows, month in zip(others, (1, 3), strict=True))
+    text = report.on_a_gpu([file, old | {"machine": {"gpu": "H200"}}, old, failed])
     assert (
         "| H100 | qwen3-4b | 4,096 | wherry-2-cpu:before_use, clipped | 1.50 s | 1,234 | 0.40 | 0.50 | 0.90 |" in text
     )
-    assert "| 4.06 s (prime-rl, issue 3210) | 0.8 s at most | 0.50 s |" in text and "OutOfMemoryError" in text
+    assert "| 4.06 s (prime-rl, issue 3210) | 0.8 s at most | 0.50 s (H100) |" in text and "OutOfMemoryError" in text
     assert text.count("not measured") == 2
     assert "Nothing has been measured" in report.on_a_gpu([file | {"settings": {"toy": True}}])
 
