@@ -76,11 +76,11 @@ def bound(
 
 
 def computing(recipe: Recipe, matrix: float) -> tuple[float, float]:
-    """Seconds of a forward and a backward at a rate of products: where they could not be measured.
+    """Estimate the seconds of a forward and a backward that were not measured, at a rate of products.
 
-    A backward takes two forwards' work, and a third where activations are computed again.
+    A backward takes two forwards' work, and that of the blocks again where activations are recomputed.
     """
-    forward = recipe.flops / matrix / (4 if recipe.recompute else 3)
+    forward = recipe.batch * recipe.length * recipe.flops_per_token / 3 / matrix
     return forward, recipe.flops / matrix - forward
 
 

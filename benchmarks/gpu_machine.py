@@ -27,7 +27,7 @@ from benchmarks import gpu
 
 ROOT = Path(__file__).parents[1]
 WHEELS, NATIVE = ROOT / ".whl", ROOT / ".native"
-THERE = {"torch", "numpy"}
+PREINSTALLED = {"torch", "numpy"}
 TESTS = ("pytest", "pytest-timeout", "hypothesis")
 # Bytes that travel to such a machine at most: the sources and what is collected.
 LARGEST = 64 << 20
@@ -46,13 +46,13 @@ def calls() -> list[tuple[str, int]]:
     """Return the commands for a GPU machine, and the seconds that each may take."""
     commands = []
     for parts in gpu.CALLS:
-        limit = START_S + len(parts) * int(gpu.PART_S + gpu.GRACE_S)
+        limit = START_S + sum(gpu.SECONDS[part] + int(gpu.GRACE_S) for part in parts)
         commands.append((SETUP + "\n" + CALL.format(limit=limit, parts=" ".join(parts)), INSTALL_S + limit))
     return commands
 
 
 def pip(command: str, *words: str) -> list[str]:
-    """Of which no package brings others with it: torch is never resolved."""
+    """Build a pip command that resolves no dependencies, as torch would be among them."""
     fixed = f"-m pip --disable-pip-version-check {command} --quiet --no-deps --constraint".split()
     return [sys.executable, *fixed, str(ROOT / "constraints.txt"), *words]
 
@@ -66,17 +66,17 @@ def download(requirements: Iterable[str], python: str) -> None:
 
 
 def needs(wheel: Path, python: str) -> list[Requirement]:
-    """What a wheel wants of others on such a machine, without its extras."""
+    """List a wheel's requirements on such a machine, without its extras."""
     with zipfile.ZipFile(wheel) as file:
         name = next(name for name in file.namelist() if name.endswith(".dist-info/METADATA"))
         lines = Parser().parsestr(file.read(name).decode()).get_all("Requires-Dist") or []
-    there = {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
-    return [one for one in map(Requirement, lines) if one.marker is None or one.marker.evaluate(there)]
+    environment = {"python_version": python, "python_full_version": f"{python}.0", "extra": ""}
+    return [one for one in map(Requirement, lines) if one.marker is None or one.marker.evaluate(environment)]
 
 
 def collect(wanted: list[Requirement], python: str) -> None:
-    """Wheels of what is wanted, then of what these want, until nothing is new."""
-    seen = set(THERE)
+    """Download wheels of these requirements, and of those of the wheels."""
+    seen = set(PREINSTALLED)
     while new := {name: one for one in wanted if (name := canonicalize_name(one.name)) not in seen}:
         seen |= set(new)
         before = set(WHEELS.glob("*.whl"))
@@ -101,16 +101,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     library = ROOT / "src" / "wherry" / "native" / "libwherry.so"
     if library.exists():
         shutil.copy(library, NATIVE)
-        print(f"the native library wants {' '.join(platform.libc_ver())} or a newer one")
+        print(f"the native library needs {' '.join(platform.libc_ver())} or a newer one")
     else:
         print("no native library was built here: without it updates on the host are slow; install a C++ compiler")
     collected = sorted([*WHEELS.iterdir(), *NATIVE.iterdir()])
     for path in collected:
-        print(f"{path.stat().st_size / 1e6:6.1f} MB  {path.relative_to(ROOT)}")
+        print(f"{path.stat().st_size / 2**20:6.1f} MiB  {path.relative_to(ROOT)}")
     listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
     sources = [ROOT / name for name in listed.split("\0") if name and (ROOT / name).exists()]
     size = sum(path.stat().st_size for path in [*collected, *sources])
-    print(f"{size / 1e6:6.1f} MB  with the sources, of {LARGEST / 1e6:.0f} MB at most\n")
+    print(f"{size / 2**20:6.1f} MiB  with the sources, of {LARGEST >> 20} MiB at most\n")
     print("Copy this folder to the machine, with .whl and .native, and run there, one soon after the other:")
     for number, (command, seconds) in enumerate(calls(), 1):
         print(f"\n# call {number}, {seconds} s at most; results in $OUT\n{command}")

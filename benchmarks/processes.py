@@ -30,6 +30,8 @@ from wherry.errors import WherryError
 
 TIMEOUT = 600.0
 TOO_LATE = "no answer in time"
+# Seconds for a killed process to be gone.
+ENDS_S = 10.0
 # Letters of a reason.
 LONGEST = 300
 _WORKER = Path(__file__).parent / "worker.py"
@@ -146,6 +148,17 @@ class Processes:
                             raise Failed(without_folders(answers[key.data]["failed"])[:LONGEST])
         return [answers[rank]["found"] for rank in range(self.ranks)]
 
+    def wait(self, timeout: float) -> None:
+        """Wait until the answers to the request that was sent last can be read, or the time is over."""
+        with selectors.DefaultSelector() as selector:
+            for process in self._processes:
+                assert process.stdout is not None
+                selector.register(process.stdout, selectors.EVENT_READ)
+            deadline = time.monotonic() + timeout
+            while selector.get_map() and (left := deadline - time.monotonic()) > 0:
+                for key, _ in selector.select(left):
+                    selector.unregister(key.fileobj)
+
     def _reason(self, rank: int) -> str:
         """Why a rank has ended: the error at the end of what it printed."""
         try:
@@ -161,7 +174,8 @@ class Processes:
             # Nothing there is worth an orderly end, which may wait for a rank that is gone.
             started = _children(process.pid)
             process.kill()
-            process.wait()
+            with suppress(subprocess.TimeoutExpired):  # of a driver that does not let it go
+                process.wait(ENDS_S)
             for child in started:
                 with suppress(psutil.NoSuchProcess):
                     child.kill()

@@ -201,7 +201,7 @@ def rows_of(subject: Subject, turns: Sequence[Turn]) -> list[harness.Row]:
     times = harness.row(step, subject.label, "s", seconds)
     times["tokens_per_s"] = recipe.batch * recipe.length / times["value"]
     # Of the model's own operations, without those that recomputation repeats.
-    times["tflops"] = recipe.flops / times["value"] / 1e12 * (3 / 4 if recipe.recompute else 1)
+    times["tflops"] = recipe.flops_per_token * times["tokens_per_s"] / 1e12
     times |= {"built_s": statistics.median(turn.built_s for turn in turns), "first_losses": turns[0].losses[:4]}
     times |= last.phases
     if last.trace is not None:

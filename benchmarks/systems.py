@@ -127,13 +127,20 @@ class Recipe:
 
     @property
     def flops(self) -> float:
-        """Of a step: forward, backward and recomputation."""
+        """Count a step's operations: forward, backward, and the blocks' forward again where they are recomputed."""
+        # Tiles of logits are computed again too.
+        blocks = self.flops_per_token - (0 if self.published else 6 * self.vocabulary * self.hidden)
+        return self.batch * self.length * (self.flops_per_token + self.recompute * blocks / 3)
+
+    @property
+    def flops_per_token(self) -> float:
+        """Count the model's own operations, forward and backward."""
         per_token = Shape(self.layers, self.hidden, self.heads, self.length, self.vocabulary).flops_per_token()
         if self.published:
             config = PUBLISHED[self.published]
             width = config["num_attention_heads"] * config["head_dim"]
             per_token = 6 * (self.parameters + self.layers * width * self.length)
-        return self.batch * self.length * per_token * (4 / 3 if self.recompute else 1)
+        return per_token
 
     @property
     def parameters(self) -> int:

@@ -44,7 +44,7 @@ def estimate(
             raise WherryError(f"{name}: expected 1 or more, got {value}")
     resolved = config if isinstance(config, Config) else configs.load(config)
     if machine is None:
-        where = this_machine(disk_folder(resolved)).having(resolved.wherry.host_memory)
+        where = this_machine(disk_folder(resolved)).with_host_memory(resolved.wherry.host_memory)
     else:
         where = machine if isinstance(machine, Machine) else known(machine)
     ranks = ranks or where.ranks()

@@ -37,7 +37,7 @@ def test_bits_are_those_of_at_step(tmp_path: Path, script: Script) -> None:
     rows = rows_of(tmp_path, "bits", script)
     checks = {row["case"]["check"]: row for row in rows}
     assert len(rows) == 33 and all(row["good"] for row in rows[:-1])
-    assert checks["tests"]["value"] >= 7 and checks["tests"]["failed"] == []
+    assert checks["tests"]["value"] >= 5 and checks["tests"]["failed"] == []
 
 
 @pytest.mark.parametrize("part", gpu.TIMED)

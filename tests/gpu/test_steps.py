@@ -6,7 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engine.harness import Run, assert_close, assert_equal, make_model, token_batch, train_engine, train_plain
+from tests.engine.harness import (
+    Run,
+    assert_close,
+    assert_equal,
+    engine_of,
+    make_model,
+    settings,
+    token_batch,
+    train_engine,
+    train_plain,
+)
 from tests.gpu.warm import DEVICE
 from tests.scale.test_init import Mixed, whole
 
@@ -54,6 +64,21 @@ def test_stages_have_the_same_bits(precision: str) -> None:
     runs = [train(stage, 2, steps=4, config={precision: {"enabled": True}}) for stage in range(4)]
     for run in runs[1:]:
         assert_equal(run, runs[0])
+
+
+@pytest.mark.skipif(DEVICE is None or DEVICE.type != "cuda", reason="CUDA graphs")
+def test_blocks_compiled_to_cuda_graphs_equal_plain_pytorch() -> None:
+    plain = train_plain(make_model(), steps=6)
+    engine = engine_of(make_model(), settings(2))
+    engine.compile(backend="cudagraphs")
+    losses = []
+    for step in range(6):
+        loss = engine(*(tensor.to(DEVICE) for tensor in token_batch(step, 0, 0)))
+        engine.backward(loss)
+        engine.step()
+        losses.append(float(loss))
+    engine.close()
+    assert losses == pytest.approx(plain.losses, rel=2e-4)
 
 
 @pytest.mark.skipif(DEVICE is None or DEVICE.type != "cuda", reason="an error that CUDA alone keeps")

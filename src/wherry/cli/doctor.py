@@ -128,7 +128,7 @@ def _memory(name: str) -> Finding:
             name,
             found,
             PROBLEM,
-            "free some: torch alone takes half a GiB for each rank; wherry.host_memory says what there is where memory "
+            "free some: torch alone takes half a GiB for each rank; wherry.host_memory gives the amount where memory "
             "grows as it is used",
         )
     return Finding(name, found)

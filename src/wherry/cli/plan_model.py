@@ -201,7 +201,7 @@ def _machine(arguments: argparse.Namespace, config: Config) -> Machine:
     else:
         folder = probe.disk_folder(config, arguments.disk_path)
         base = probe.this_machine(folder, again=bool(arguments.again), every_gpu=True)
-        base = base.having(config.wherry.host_memory)
+        base = base.with_host_memory(config.wherry.host_memory)
         for name in ("gpu_memory", "pcie") if arguments.gpus is None and not base.gpus else ():
             if name in sizes:
                 raise WherryError(f"{flag(name)}: this machine has no GPU; add --gpus 1, or name a --machine")

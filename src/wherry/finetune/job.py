@@ -322,7 +322,7 @@ class FineTuning:
         screen = Screen()
         with screen.status("looking for where everything rests"):
             machine = this_machine(disk_folder(config, options.nvme_path), every_gpu=True)
-            machine = machine.having(config.wherry.host_memory)
+            machine = machine.with_host_memory(config.wherry.host_memory)
             placed = place(
                 config, source, machine, self.comm.size, self.sequence, options.nvme_path, self._lighter(base, rows)
             )

@@ -66,8 +66,8 @@ class Machine:
     def ranks_per_node(self, ranks: int) -> int:
         return -(-ranks // self.nodes)
 
-    def having(self, host_memory: int | None) -> Machine:
-        """With no less host memory than `wherry.host_memory` says, as that of some machines grows as it is used."""
+    def with_host_memory(self, host_memory: int | None) -> Machine:
+        """Return the machine with at least this `wherry.host_memory`: that of some machines grows as it is used."""
         return replace(self, host_memory=max(self.host_memory, host_memory or 0))
 
     def holding(self, ranks: int) -> Machine:

@@ -101,7 +101,7 @@ def _choose(
         choice = _by_states(model, config, everywhere, grid, wanted, room)
     else:
         machine = replace(this_machine(disk_folder(config, next(iter(folders), None))), nodes=nodes)
-        machine = machine.having(config.wherry.host_memory)
+        machine = machine.with_host_memory(config.wherry.host_memory)
         machine = replace(machine, disk=_free(config, folders)) if folders else machine
         machine = replace(machine, gpu_memory=free_on_gpu) if free_on_gpu is not None else machine
         source = _source(model, data, collate or default_collate)

@@ -68,9 +68,9 @@ class Room:
 def rooms(ranks: int = 1, limit: int | None = None) -> list[Room]:
     """Where this process takes memory from: the machine's, and within it its control group's where that has a limit.
 
-    What `ranks` like this one have promised to states, which have yet to write there, is not free. Of `limit`, the
-    config's `wherry.host_memory`, what they have not taken is free, also where the system does not know of it: the
-    memory of some virtual machines grows as it is used.
+    What `ranks` like this one have promised to states, which have yet to write there, is not free. The rest of `limit`,
+    the config's `wherry.host_memory`, counts as free even where the machine reports less: the memory of some virtual
+    machines grows as it is used.
     """
     import psutil
 
@@ -80,7 +80,7 @@ def rooms(ranks: int = 1, limit: int | None = None) -> list[Room]:
     for limited in control_groups():
         group = os.stat(limited.file)
         key = f"{here} {group.st_dev}:{group.st_ino}"
-        found.append(Room(key, f"in the container {host}", max(left, limited.free - promised)))
+        found.append(Room(key, f"in the container {host}", max(0, limited.free - promised)))
     return found
 
 

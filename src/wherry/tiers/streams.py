@@ -346,7 +346,7 @@ class DeviceLink(Link):
         if isinstance(after, _Copy) and self.host.kind != Pinning.name:
             after.order(self._up)
         else:
-            # A driver may stage a pageable source when a copy is launched, before its stream gets there.
+            # A driver may stage a pageable source, which is of `host`, when a copy is launched, not in stream order.
             after.wait()
         return self._copy(self._up, target, source, on_host=False)
 

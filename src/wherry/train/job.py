@@ -284,5 +284,6 @@ def _choose(options: Options, ranks: int, given: Mapping[str, Any] | None) -> tu
     config = load(build_config(options, PRESETS[DEFAULT].parameters, bf16=False, given=given))
     micro = config.batch(grid_of(options).data_ranks(ranks)).micro
     itemsize = 4 if accelerator() is None else 2
-    shape, why = choose(this_machine_roughly().having(config.wherry.host_memory), ranks, micro, itemsize=itemsize)
+    machine = this_machine_roughly().with_host_memory(config.wherry.host_memory)
+    shape, why = choose(machine, ranks, micro, itemsize=itemsize)
     return shape_of(options, shape), why
