@@ -322,7 +322,7 @@ def _wait(process: subprocess.Popen[Any], seconds: float) -> int | None:
 
 @dataclass(frozen=True)
 class Series:
-    """Systems that are built one after the other and take steps of each of these sizes."""
+    """Systems that are built one after the other, with the sizes of their steps."""
 
     model: str
     systems: tuple[str, ...]
@@ -390,7 +390,7 @@ def _importing(part: Part, system: str) -> Processes:
 
 
 def _new_sizes(part: Part, series: Series, label: str) -> list[Subject]:
-    """A system with each of its sizes; those that another part has measured are added and left out."""
+    """List a system's sizes without those that another part has measured, whose rows are added."""
     model = series.model if part.gpu else TOY_MODELS.get(series.model, "tiny")
     recipe = recipe_of(model, label, "bf16", series.clip, 1, None)
     recipe = replace(recipe, built="meta" if series.model == "7b" else "device", recompute=True)
@@ -461,7 +461,8 @@ def _take(
         except Exception as error:  # one system without figures leaves the others theirs
             reason = str(error) if isinstance(error, Failed) else f"{type(error).__name__}: {error}"
             _leave_out(part, sizes[done : done + 1], reason)
-            _leave_out(part, sizes[done + 1 :], f"a size before this one failed: {reason}")
+            later = reason if reason == NO_TIME else f"a size before this one failed: {reason}"
+            _leave_out(part, sizes[done + 1 :], later)
     return ahead
 
 
@@ -479,7 +480,7 @@ def _compare_losses(part: Part, row: harness.Row, losses: list[float]) -> None:
 
 
 def _leave_out(part: Part, sizes: Sequence[Subject], reason: str | None) -> None:
-    """Add rows that say why they are empty: without a reason, that they are not measured yet."""
+    """Add empty rows with the reason, or with none yet."""
     for size in sizes:
         size.reason = reason
         part.results.add(*rows_of(size, []))
