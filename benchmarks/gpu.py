@@ -372,7 +372,7 @@ def timed(part: Part) -> None:
         rates |= part.rates("disk")
     part.free()
     ahead, compiled = None, systems.compiled("cpu_adam")
-    for (series, sizes), following in zip(jobs, [*jobs[1:], None], strict=True):
+    for index, (series, sizes) in enumerate(jobs):
         if not part.left:
             _leave_out(part, sizes, NO_TIME)
             continue
@@ -380,7 +380,8 @@ def timed(part: Part) -> None:
             _wait(part.start("benchmarks/build_peers.py"), part.left / 2)
             compiled = True
         worker = ahead or _importing(part, sizes[0].system)
-        ahead = _take(part, worker, series, sizes, rates, following and following[1][0].system)
+        following = [others[0].system for _, others in jobs[index + 1 : index + 2]]
+        ahead = _take(part, worker, series, sizes, rates, *following)
 
 
 def _importing(part: Part, system: str) -> Processes:
@@ -426,7 +427,7 @@ def _take(
     series: Series,
     sizes: Sequence[Subject],
     rates: dict[str, float],
-    following: str | None,
+    following: str | None = None,
 ) -> Processes | None:
     """Build a system and add the rows of its sizes; return a worker that imports for the `following` one."""
     done, one, system = 0, sizes[0], sizes[0].system

@@ -252,6 +252,8 @@ def test_a_part_takes_over_what_another_has_measured(tmp_path, measure, monkeypa
         "wherry-2-cpu:before_use": "steps",
         "fsdp2-cpu": None,
     }
+    # Where nothing is left to measure, there are no processes.
+    assert measure(Answering(0, Failed("asked")), "peers", "--systems", "wherry-2-cpu:before_use") == 0
     # After other sources were measured all is measured.
     monkeypatch.setattr(gpu, "_sources", lambda: "others")
     assert measure(answering, "peers", *arguments) == 0
