@@ -91,14 +91,14 @@ def measure(device: str, dtype: str, folder: str | None, quick: bool) -> dict[st
     """Operations a second, and bytes a second by way."""
     scale = 64 if quick else 1
     gpu = device != "cpu"
-    found = {"matrix": matrix(device, dtype, (8192 if gpu else 2048) // (64 if quick else 1))}
-    found["host_memory"] = memory("cpu", (1 << 27 if gpu else 1 << 25) // scale)
+    rates = {"matrix": matrix(device, dtype, (8192 if gpu else 2048) // (64 if quick else 1))}
+    rates["host_memory"] = memory("cpu", (1 << 27 if gpu else 1 << 25) // scale)
     if gpu:
-        found |= copies(device, (1 << 30) // scale)
-        found["device_memory"] = memory(device, (1 << 27) // scale)
+        rates |= copies(device, (1 << 30) // scale)
+        rates["device_memory"] = memory(device, (1 << 27) // scale)
     if folder is not None:
-        found |= disk(folder, (1 << 29) // scale)
-    return found
+        rates |= disk(folder, (1 << 29) // scale)
+    return rates
 
 
 def medians(rates: Mapping[str, list[float]]) -> dict[str, float]:

@@ -49,7 +49,7 @@ SECONDS = {"smoke": 100, "bits": 110, "steps": 120, "peers": 120, "large": 140, 
 GRACE_S = 5.0
 # Seconds for pytest to print its results after an interrupt: fewer than GRACE_S, or their row would be lost.
 INTERRUPT_S = 2.0
-# The rows of measures that no system makes.
+# The system of rows about the machine itself.
 MACHINE = "this machine"
 # Measures of the same sources and machine are taken over for so many seconds.
 FRESH_S = 3600.0
@@ -202,14 +202,14 @@ class Part:
 
     @cached_property
     def host_bytes(self) -> int:
-        """Host memory for the states, given or measured."""
+        """Return the host memory for states, from --host-memory or the probe."""
         return self.options.host_memory or int(self.rates("memory").get("host memory", host_memory().available))
 
 
-# What the machine is, and whether training is right there.
+# Facts of the machine, and the correctness of training.
 
 
-# Probes and their limits in seconds, what later rows need first.
+# Probes and their limits in seconds; rates that later rows need come first.
 PROBES = {"memory": 60.0, "kernels": 20.0, "pin": 40.0, "rates": 40.0, "share": 20.0, "disk": 20.0}
 
 
@@ -290,7 +290,7 @@ class Tests:
         """Add their row once they have ended, or when time is over."""
         in_time = _wait(self.process, min(limit, self.part.left)) is not None
         if not in_time:
-            self.process.send_signal(signal.SIGINT)  # it then prints what it has found
+            self.process.send_signal(signal.SIGINT)  # pytest then prints its results
             if _wait(self.process, INTERRUPT_S) is None:
                 os.killpg(self.process.pid, signal.SIGKILL)
         status, text = _wait(self.process, INTERRUPT_S), self.file.read_text(errors="replace")
@@ -335,7 +335,7 @@ class Series:
 
 
 STREAMED, ON_DEVICE = f"{OURS}:streamed", "wherry-2:at_step"
-# Of each part what matters most first.
+# The series of each part, in order of importance.
 TIMED: dict[str, tuple[Series, ...]] = {
     "steps": (
         Series("1b", (COMPUTE, f"{OURS}:at_step", f"{OURS}:before_use"), traced=f"{OURS}:before_use"),

@@ -20,7 +20,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-if not __package__:  # run as a script: this folder is found as it is when imported
+if not __package__:  # a script's own folder is on the path, and not the one above it
     sys.path[0] = str(Path(__file__).parents[1])
 
 from benchmarks import gpu

@@ -139,16 +139,17 @@ everything on the emulated device of `tests/accelerator`, at a size that only sh
 | `large` | 7B with everything on the host |
 | `tokens` | 1.1B at 1k, 4k, 16k and 64k tokens; Qwen3-4B at 4k, 8k and 16k; state on disk |
 
-Each step is given as a part of two bounds. Forward and backward are those of the same model with nothing offloaded,
-measured in the same run, as are the rates of memory and bus. An update moves 26 bytes of host memory a parameter, and
+Each step is compared with two lower bounds. Both use the forward and backward time of the same model without offload,
+and the rates of memory and bus, all measured in the same run. An update moves 26 bytes of host memory a parameter, and
 copies read or write host memory too. The first bound is the longest of compute, update, and the bus up or down, as if
 all of them overlapped. The second is what the order of a step allows: under exact clipping no update starts before the
 backward has ended, so it is the backward, and then the longer of forward and update.
 
-Where memory grows as it is used, as on some virtual machines, the memory that a model needs is touched first and given
-to the engines; `--host-memory BYTES` gives it instead. `make gpu` prepares a machine that has torch and no network: it
-collects what is missing there in `.whl` and `.native`, 64 MiB at most with the sources, and prints two commands for it.
-`make gpu FOR=3.13` is for another Python than 3.12. Files of a GPU go to `benchmarks/results` as `gpu-PART.json`.
+Some virtual machines report more memory only after it has been used. There the `smoke` part touches memory first and
+passes the amount to the engines; `--host-memory BYTES` sets it. `make gpu` prepares a machine that has torch and no
+network: it collects what is missing there in `.whl` and `.native`, 64 MiB at most with the sources, and prints two
+commands for it. `make gpu FOR=3.13` is for another Python than 3.12. Files of a GPU go to `benchmarks/results` as
+`gpu-PART.json`.
 """
 
 
@@ -298,9 +299,9 @@ def on_a_gpu(results: Sequence[Mapping[str, Any]]) -> str:
     title = "## On a GPU\n\n"
     files = [result for result in results if result["benchmark"] == "gpu" and not result["settings"]["toy"]]
     # A row that several files have for one GPU is the newest that was measured, or the newest reason.
-    found = [(result, row) for result in files for row in result["rows"]]
-    found.sort(key=lambda pair: (pair[1]["reason"] is None, pair[0]["date"]))
-    rows = {(result["machine"]["gpu"], harness.key(row)): (result, row) for result, row in found}
+    pairs = [(result, row) for result in files for row in result["rows"]]
+    pairs.sort(key=lambda pair: (pair[1]["reason"] is None, pair[0]["date"]))
+    rows = {(result["machine"]["gpu"], harness.key(row)): (result, row) for result, row in pairs}
     steps = [(result, row) for result, row in rows.values() if row["case"].get("measure") == "step"]
     if not steps:
         return title + "Nothing has been measured on a GPU yet.\n"
@@ -324,8 +325,8 @@ def on_a_gpu(results: Sequence[Mapping[str, Any]]) -> str:
     }
     cards = dict.fromkeys(card for card, *_ in values)
     for figure in PUBLISHED:
-        pairs = {card: [values.get((card, system, figure.tokens)) for system in figure.systems] for card in cards}
-        here = [f"{figure.compute(*pair)} ({card})" for card, pair in pairs.items() if None not in pair]
+        steps_of = {card: [values.get((card, system, figure.tokens)) for system in figure.systems] for card in cards}
+        here = [f"{figure.compute(*pair)} ({card})" for card, pair in steps_of.items() if None not in pair]
         lines.append(f"| {figure.title} | {figure.elsewhere} | {figure.goal} | {', '.join(here) or 'not measured'} |")
     return title + "\n".join(lines) + "\n"
 

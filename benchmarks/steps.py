@@ -25,7 +25,8 @@ if not __package__:  # run as a script: this folder is found as it is when impor
 
 from benchmarks import harness, systems
 from benchmarks.processes import TIMEOUT, Failed, Processes
-from benchmarks.systems import PUBLISHED, Recipe
+from benchmarks.published import PUBLISHED
+from benchmarks.systems import Recipe
 from wherry.train.presets import PRESETS, Shape
 
 ORACLE = "plain"

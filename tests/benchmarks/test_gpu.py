@@ -194,7 +194,7 @@ def test_a_step_is_a_part_of_both_bounds(tmp_path, measure):
 
 @pytest.mark.usefixtures("forks")
 def test_tests_that_ignore_an_interrupt_have_a_row(tmp_path, measure, monkeypatch):
-    """Its part goes on: what others have measured is in the file."""
+    """Kill them, and keep the results that they have printed."""
     program = "import signal, time; signal.signal(2, signal.SIG_IGN); print('a::b PASSED', flush=True); time.sleep(60)"
     start = gpu.Part.start
     monkeypatch.setattr(gpu.Part, "start", lambda part, *_, **how: start(part, "-c", program, **how))
@@ -204,8 +204,8 @@ def test_tests_that_ignore_an_interrupt_have_a_row(tmp_path, measure, monkeypatc
     assert row["value"] == 1 and row["in_time"] is False and row["status"] == -9
 
 
-@pytest.mark.parametrize("given", [None, 10**12])
-def test_memory_that_grows_is_measured_or_given(given, tmp_path, measure, monkeypatch):
+@pytest.mark.parametrize("nbytes", [None, 10**12])
+def test_memory_that_grows_is_measured_or_set(nbytes, tmp_path, measure, monkeypatch):
     """A machine shows 1 GB of the 16 that a model needs, and 2 when they are touched."""
     monkeypatch.setattr(gpu, "host_memory", lambda: SimpleNamespace(available=10**9))
     monkeypatch.setattr(gpu.Part, "gpu", True)
@@ -213,11 +213,11 @@ def test_memory_that_grows_is_measured_or_given(given, tmp_path, measure, monkey
     sent = []
     monkeypatch.setattr(answering, "send", lambda **request: (sent.append(request), answering.sent.append(request)))
     words = ["steps", "--systems", "wherry-2-cpu:before_use"]
-    measure(answering, *words, *(("--host-memory", given) if given else ()))
+    measure(answering, *words, *(("--host-memory", nbytes) if nbytes else ()))
     [row] = steps_of(tmp_path / "steps.json")
-    if given:
+    if nbytes:
         assert row["reason"] is None
-        assert [one["recipe"].host_memory for one in sent if one["do"] == "build"] == [given]
+        assert [one["recipe"].host_memory for one in sent if one["do"] == "build"] == [nbytes]
     else:
         assert "the host has 1 GB of 17; --host-memory says" in row["reason"]
         assert [one["name"] for one in sent if one["do"] == "probe"] == ["memory"]

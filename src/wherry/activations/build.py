@@ -75,7 +75,7 @@ def _store(block: ActivationCheckpointing, topology: Topology, *, checksum: bool
 
 
 def free_bytes(topology: Topology, limit: int | None = None) -> int:
-    """What activations may still take on this rank's device, where `limit` is the config's of host memory."""
+    """Return the bytes that activations may still take on this rank's device, given `wherry.host_memory`."""
     device = topology.device
     if device.type != "cpu":
         return int(free_on_gpu(device) * SHARE_OF_FREE)

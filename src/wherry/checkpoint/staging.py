@@ -175,10 +175,10 @@ def why_not_behind(session: Session, shares: Shares, plain: Iterable[torch.Tenso
     wanted -= pinned.allocated - pinned.in_use
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", session.comm.size))
     room = rooms(ranks, session.config["wherry"]["host_memory"])
-    found = session.comm.gather_objects((on_disk, round(wanted), room))
-    if any(disk for disk, *_ in found):
+    reports = session.comm.gather_objects((on_disk, round(wanted), room))
+    if any(disk for disk, *_ in reports):
         return "states on disk are read as they are written"
-    return _shortage([(nbytes, told) for _, nbytes, told in found])
+    return _shortage([(nbytes, spaces) for _, nbytes, spaces in reports])
 
 
 def _staged_bytes(session: Session, flat: Flat, share: tuple[int, int]) -> float:

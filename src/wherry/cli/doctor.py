@@ -122,16 +122,16 @@ def _memory(name: str) -> Finding:
     from wherry.observe.memory import host_memory
 
     memory = host_memory()
-    found = f"{format_bytes(memory.available)} free of {format_bytes(memory.total)}"
+    amount = f"{format_bytes(memory.available)} free of {format_bytes(memory.total)}"
     if memory.available < 2 * _GIB:
         return Finding(
             name,
-            found,
+            amount,
             PROBLEM,
             "free some: torch alone takes half a GiB for each rank; wherry.host_memory gives the amount where memory "
             "grows as it is used",
         )
-    return Finding(name, found)
+    return Finding(name, amount)
 
 
 def _shared_memory(name: str) -> Finding:

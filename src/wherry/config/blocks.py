@@ -456,8 +456,8 @@ class Own(ConfigBlock):
     host_memory: Memory | None = key(
         None,
         'Host memory that training states may take on this machine, all its ranks together: bytes, or like "3GB". Not '
-        "given: what is free, which is less than there is where memory grows as it is used, as in some virtual "
-        "machines. Plans keep to it, too.",
+        "given: the free memory, which is too little on virtual machines whose memory grows with use. Plans keep to "
+        "it, too.",
         gt=0,
     )
     checkpoint: CheckpointBlock = block(CheckpointBlock, "How checkpoints are kept and written.")

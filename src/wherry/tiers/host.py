@@ -76,12 +76,12 @@ def rooms(ranks: int = 1, limit: int | None = None) -> list[Room]:
 
     here, host, promised = machine(), socket.gethostname(), ranks * untouched()
     left = 0 if limit is None else max(0, limit - promised - ranks * psutil.Process().memory_info().rss)
-    found = [Room(here, f"on {host}", max(left, int(psutil.virtual_memory().available) - promised))]
+    spaces = [Room(here, f"on {host}", max(left, int(psutil.virtual_memory().available) - promised))]
     for limited in control_groups():
         group = os.stat(limited.file)
         key = f"{here} {group.st_dev}:{group.st_ino}"
-        found.append(Room(key, f"in the container {host}", max(0, limited.free - promised)))
-    return found
+        spaces.append(Room(key, f"in the container {host}", max(0, limited.free - promised)))
+    return spaces
 
 
 def free_host_memory(ranks: int = 1, limit: int | None = None) -> int:
