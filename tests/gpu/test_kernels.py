@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from tests.gpu.warm import DEVICE
 from tests.native.cases import FEW, assert_updates_as_the_host
 
@@ -26,6 +27,13 @@ def test_in_torch() -> None:
             fallback.update([segment], formula, multiplier, None)
 
     assert_updates_as_the_host(update, "cuda")
+
+
+def test_digest_of_the_triton_kernel_is_that_of_torch() -> None:
+    pytest.importorskip("triton", reason="triton comes with a torch for GPUs, or with `pip install triton`")
+    for numel in (128, 3 * 4096 * 4 + 128, 9 << 20):
+        weights = torch.randn(numel).bfloat16()
+        assert int(native.digest(weights.cuda())) == int(native.digest(weights))
 
 
 def test_by_triton(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,6 +24,14 @@ def each(segments, formulas, multiplier):
         update(segment, formula, multiplier)
 assert_updates_as_the_host(each, states=("fp32", "bf16"))
 """
+DIGEST = """
+import torch
+from wherry.native import digest, triton_kernel
+
+for numel in (128, 3 * 4 * triton_kernel.DIGEST_TILE + 128):
+    weights = torch.randn(numel).bfloat16()
+    assert int(triton_kernel.digest(weights.view(torch.int64))) == int(digest(weights))
+"""
 WITHOUT_TRITON = "triton is not installed: it comes with a torch for GPUs, or with `pip install triton`"
 
 
@@ -72,6 +80,23 @@ def test_the_compiled_triton_kernel_rounds_each_operation_once(rule, tmp_path, m
     text = triton.compile(source, target=GPUTarget("cuda", 80, 32), options=OPTIONS).asm["ptx"]
     assert re.search(r"\b(add|mul)\.rn\.f32\b", text) and re.search(r"\bsqrt\.rn\.f64\b", text)
     assert not re.search(r"\.ftz|\.approx|\.full|\b(fma|mad)\.rn", text)
+
+
+@pytest.mark.parametrize("numel", [128, 3 << 17])
+def test_a_digest_changes_with_bits_and_places(numel, monkeypatch):
+    monkeypatch.setattr(on_device, "DIGESTED", 1 << 14)
+    weights = torch.randn(numel, generator=torch.Generator().manual_seed(0)).bfloat16()
+    before = on_device.digest(weights)
+    edits = {"one bit": weights.clone(), "two signs": weights.clone(), "all signs": -weights, "rows": weights.roll(64)}
+    edits["one bit"].view(torch.int16)[-1] ^= 1
+    edits["two signs"][3:8:4] *= -1
+    assert on_device.digest(weights.clone()) == before
+    assert [name for name, edited in edits.items() if on_device.digest(edited) == before] == []
+
+
+def test_the_triton_kernel_has_the_digest_of_torch(launched):
+    pytest.importorskip("triton", reason=WITHOUT_TRITON)
+    launched.interpret(DIGEST, TRITON_INTERPRET="1")
 
 
 def test_a_broken_triton_is_logged_once(monkeypatch, caplog):

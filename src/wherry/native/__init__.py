@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from wherry.native.formulas import SGD, Adagrad, Adam, Formula, Lion
 from wherry.native.loading import available_isas, isa, library, why_not
-from wherry.native.on_device import update_on_device
+from wherry.native.on_device import digest, update_on_device
 from wherry.native.packed import PackedSegments
 from wherry.native.passes import accumulate, cast_copy, dequantize, join, quantize, split, sum_squares
 from wherry.native.pool import Pool, default_pool, nodes
@@ -25,6 +25,7 @@ __all__ = [
     "cast_copy",
     "default_pool",
     "dequantize",
+    "digest",
     "isa",
     "join",
     "library",

@@ -22,6 +22,7 @@ from wherry.native.segment import Blocks8, Segment
 
 # Elements of a program.
 TILE = 1024
+DIGEST_TILE = 4096
 OPTIONS = {"enable_fp_fusion": False}
 _WORDS = (torch.bfloat16, torch.uint16)
 
@@ -54,6 +55,22 @@ def _words(tensor: torch.Tensor | Blocks8 | None) -> torch.Tensor | None:
     """bf16 as the patterns, as which the kernel reads and writes it."""
     assert not isinstance(tensor, Blocks8), "8-bit states are updated in torch"
     return tensor.view(torch.int16) if tensor is not None and tensor.dtype in _WORDS else tensor
+
+
+def digest(words: torch.Tensor) -> torch.Tensor:
+    """Do what `on_device.digest` does, in one pass."""
+    total = torch.zeros((), dtype=torch.int64, device=words.device)
+    _digest[(triton.cdiv(words.numel(), DIGEST_TILE),)](words, total, words.numel(), tile=DIGEST_TILE)
+    return total
+
+
+@triton.jit
+def _digest(words: tl.tensor, total: tl.tensor, numel: tl.tensor, tile: tl.constexpr) -> None:
+    at = tl.program_id(0).to(tl.int64) * tile + tl.arange(0, tile)
+    x = tl.load(words + at, at < numel, other=0)
+    x = (x ^ x >> 31) * (2 * at + 1)
+    # Sums of integers are the same in any order.
+    tl.atomic_add(total, tl.sum(x ^ x >> 29))
 
 
 @triton.jit(do_not_specialize=["number", "seed"])

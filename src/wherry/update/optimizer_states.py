@@ -17,7 +17,7 @@ from wherry import native
 from wherry.fake import address_of, is_fake
 from wherry.placement import Tier
 from wherry.sharding.flat_gradient import FlatGradient
-from wherry.sharding.layout import SHARD_ALIGNMENT, SegmentSpan
+from wherry.sharding.layout import SegmentSpan
 from wherry.sharding.unit import Flat
 from wherry.tickets import DONE, Ticket
 from wherry.tiers.storage import Storage, opened
@@ -125,12 +125,12 @@ class FlatState:
         return self.bucket.rule
 
     def note_weights(self) -> None:
-        self._digest = _digest(self.flat.shard_memory)
+        self._digest = native.digest(self.flat.shard_memory)
 
     def compare_weights(self) -> torch.Tensor:
         """Tell whether the weights have changed since the last update. On a device the result stays there."""
         assert self._digest is not None, self.flat
-        return _digest(self.flat.shard_memory) != self._digest
+        return native.digest(self.flat.shard_memory) != self._digest
 
     def shape_of(self, span: SegmentSpan) -> Shape | None:
         """The shape of its parameter, where the rule asks for that and the span is all of it."""
@@ -509,13 +509,6 @@ class UpdateBucket:
             self.storage = None
         self.states.clear()
         self.spans.clear()
-
-
-def _digest(weights: torch.Tensor) -> torch.Tensor:
-    """Sum the bits of weights in a way that depends on their places: edits and reorderings change the sum."""
-    words = weights.view(torch.int64)
-    lines = (words ^ (words >> 31)).view(-1, SHARD_ALIGNMENT // 4).cumsum(1).sum(1)
-    return (lines ^ (lines >> 29)).cumsum(0).sum()
 
 
 def _moments(views: dict[str, State]) -> dict[str, State]:
