@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +30,7 @@ from wherry.parallel.comm import SoloComm
 from wherry.sharding.layout import lay_out
 from wherry.testing import run_ranks
 from wherry.testing.late import topology
+from wherry.update.rules import like
 
 
 class Rows(torch.optim.Optimizer):
@@ -190,3 +192,15 @@ def test_a_tensor_parallel_matrix_is_refused() -> None:
 
     for message in run_ranks(2, body):
         assert "weight: tensor-parallel ranks have cut it" in message and "without a tp axis" in message
+
+
+def test_an_optimizer_without_its_constructor_steps_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch asks groups for "capturable" there, which Adafactor's have not, unless a constructor was called."""
+    stream = SimpleNamespace(is_capturing=lambda: False)
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda **_: torch.device("cuda"))
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda: stream)
+    weight = nn.Parameter(torch.ones(4, 4))
+    weight.grad = torch.ones(4, 4)
+    group = torch.optim.Adafactor([weight]).param_groups[0]
+    like(torch.optim.Adafactor, [group]).step()
+    assert not torch.equal(weight, torch.ones(4, 4))

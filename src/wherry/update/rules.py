@@ -272,7 +272,8 @@ class TorchRule(UpdateRule):
                 self._inner = self.optimizer_class(groups, **self.defaults)
             self._used = list(members)
             for parameter, corrected in zip(self._parameters, self._corrected(segments), strict=True):
-                self._begin_again(parameter, corrected)
+                if not corrected:
+                    self._begin_again(parameter, corrected)
         for segment, parameter in zip(segments, self._parameters, strict=True):
             if address_of(parameter) != address_of(segment.whole_master):  # weights that rest on disk, or were moved
                 parameter.data = shown(segment)
@@ -287,6 +288,9 @@ class TorchRule(UpdateRule):
         """Let a parameter have had no update."""
         assert self._inner is not None
         self._inner.state.pop(parameter, None)
+        if not self.whole:  # some optimizers make their state when they are made, as Adagrad before torch 2.13 does
+            group = next(one for one in self._inner.param_groups if any(p is parameter for p in one["params"]))
+            self._inner.state.update(self.optimizer_class([{**group, "params": [parameter]}], **self.defaults).state)
         if not corrected:
             amsgrad = any(options["amsgrad"] for options in self._inner.param_groups)
             names = (*ADAM.state_names, "max_exp_avg_sq") if amsgrad else ADAM.state_names
@@ -392,7 +396,9 @@ def like(
     # A count of steps, say, is each one's: parameters alone are not copied.
     same = {id(p): p for group in (more or {}).get("param_groups", ()) for p in group["params"]}
     kept = copy.deepcopy(kept, same)
-    inner.__setstate__({"defaults": {}, **kept, "param_groups": groups, "state": defaultdict(dict)})
+    # A constructor sets the last, without which torch looks for "capturable" in groups on CUDA: Adafactor's have none.
+    fresh = {"state": defaultdict(dict), "_warned_capturable_if_run_uncaptured": True}
+    inner.__setstate__({"defaults": {}, **kept, "param_groups": groups, **fresh})
     return inner
 
 
