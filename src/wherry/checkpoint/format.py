@@ -149,7 +149,10 @@ class EngineValues(TypedDict, total=False):
 
 @functools.cache
 def _own_version() -> str:
-    return metadata.version("wherry")  # which reads a file
+    try:
+        return metadata.version("wherry")  # which reads a file
+    except metadata.PackageNotFoundError:  # it runs from its sources
+        return "unknown"
 
 
 @dataclass
