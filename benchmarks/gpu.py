@@ -25,7 +25,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -87,7 +87,8 @@ class Part:
         self.ends = time.monotonic() + self.seconds
         # Reasons for which a row may be empty though nothing is wrong.
         self.excused = {NO_TIME}
-        self._worker: Processes | None = None
+        # Processes that answer requests, by the names of these.
+        self._answering: dict[str, Processes] = {}
         # Ended with this part, whatever happens.
         self._workers: list[Processes] = []
         self._programs: list[subprocess.Popen[Any]] = []
@@ -117,15 +118,32 @@ class Part:
 
     def ask(self, limit: float, **request: Any) -> Any:
         """Ask this part's process, and start another one for the next request if this one fails."""
-        if not self.left:
-            raise Failed(NO_TIME)
-        try:
-            if self._worker is None:
-                self._worker = self.new_worker()
-            return self.answer(self._worker, limit, **request)
-        except Failed:
-            self.free()
-            raise
+        answer = self.ask_together(limit, {"": request})[""]
+        if isinstance(answer, Failed):
+            raise answer
+        return answer
+
+    def ask_together(self, limit: float, requests: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
+        """Ask a process for each name, all at once; an answer may be a failure, which costs that process alone."""
+        answers: dict[str, Any] = {}
+        for name, request in requests.items():
+            try:
+                if not self.left:
+                    raise Failed(NO_TIME)
+                if name not in self._answering:
+                    self._answering[name] = self.new_worker()
+                self._answering[name].send(**request)
+            except Failed as failure:
+                answers[name] = failure
+        for name in [name for name in requests if name not in answers]:
+            try:
+                answers[name] = self.answer(self._answering[name], limit)
+            except Failed as failure:
+                answers[name] = failure
+        for name, answer in answers.items():
+            if isinstance(answer, Failed) and name in self._answering:
+                self._answering.pop(name).close()
+        return answers
 
     def new_worker(self) -> Processes:
         """Start a process that answers requests, and ends with this part at the latest."""
@@ -140,10 +158,9 @@ class Part:
         return program
 
     def free(self) -> None:
-        """End the process that answers, before others take the memory."""
-        if self._worker is not None:
-            self._worker.close()
-            self._worker = None
+        """End the processes that answer, before others take the memory."""
+        while self._answering:
+            self._answering.popitem()[1].close()
 
     def close(self) -> None:
         for worker in self._workers:
@@ -225,6 +242,8 @@ def smoke(part: Part) -> None:
 OURS, ALL_OURS = "wherry-2-cpu", "wherry-3-cpu"
 # Plain steps of each policy, whose bits are compared.
 PLAIN_STEPS = 20
+# Processes that run tests at most.
+MOST_TESTERS = 5
 
 
 def bits(part: Part) -> None:
@@ -247,29 +266,36 @@ def _compare_bits(part: Part) -> None:
     policies = [(1.0, policy) for policy in ("at_step", "at_step", "before_use", "streamed")]
     policies += [(0.0, policy) for policy in ("at_step", "in_backward", "before_use", "delayed")]
     expected: dict[Any, dict[str, Any]] = {}
-    for dtype, system, (clip, policy) in product(("bf16", "fp32"), (OURS, ALL_OURS), policies):
-        case = {"check": "bits of at_step", "dtype": dtype, "clip": clip, "steps": PLAIN_STEPS}
-        training, unit = (dtype, system, clip), "parameters differ"
-        label = f"{system}:{policy}" + " again" * (policy == "at_step" and training in expected)
-        recipe = recipe_of("125m" if part.gpu else "tiny", f"{system}:{policy}", dtype, clip, 1, None)
-        try:
-            run = part.ask(30.0, do="bits", system=system, recipe=recipe, steps=PLAIN_STEPS)
-            if policy == "at_step":
+    for system, (clip, policy) in product((OURS, ALL_OURS), policies):
+        label = f"{system}:{policy}"
+        requests: dict[str, dict[str, Any]] = {}
+        for dtype in ("bf16", "fp32"):
+            recipe = recipe_of("125m" if part.gpu else "tiny", label, dtype, clip, 1, None)
+            requests[dtype] = {"do": "bits", "system": system, "recipe": recipe, "steps": PLAIN_STEPS}
+        for dtype, run in part.ask_together(30.0, requests).items():
+            training = (dtype, system, clip)
+            again = " again" * (policy == "at_step" and training in expected)
+            if policy == "at_step" and not isinstance(run, Failed):
                 expected.setdefault(training, run)
-            if training not in expected:
-                raise Failed("at_step has failed, which it would be compared with")
-        except Failed as failure:
-            part.results.add(harness.row(case, label, unit, reason=str(failure)))
-            continue
-        losses, digests = run["losses"], run["digests"]
-        value = float(sum(digests[name] != digest for name, digest in expected[training]["digests"].items()))
-        same = losses == expected[training]["losses"] and not value
-        if policy == "delayed":  # it trains something else
-            case["check"], unit = "loss falls", "of the first losses"
-            value = statistics.fmean(losses[-4:]) / statistics.fmean(losses[:4])
-            same = value < 1
-        part.results.add(harness.row(case, label, unit, [value], losses=losses, good=same))
+            part.results.add(_bits_row(dtype, clip, policy, label + again, run, expected.get(training)))
     part.free()
+
+
+def _bits_row(
+    dtype: str, clip: float, policy: str, label: str, run: Any, expected: dict[str, Any] | None
+) -> harness.Row:
+    case = {"check": "bits of at_step", "dtype": dtype, "clip": clip, "steps": PLAIN_STEPS}
+    if isinstance(run, Failed) or expected is None:
+        reason = str(run) if isinstance(run, Failed) else "at_step has failed, which it would be compared with"
+        return harness.row(case, label, "parameters differ", reason=reason)
+    losses: list[float] = run["losses"]
+    if policy == "delayed":  # it trains something else
+        value = statistics.fmean(losses[-4:]) / statistics.fmean(losses[:4])
+        case |= {"check": "loss falls"}
+        return harness.row(case, label, "of the first losses", [value], losses=losses, good=value < 1)
+    value = float(sum(run["digests"][name] != digest for name, digest in expected["digests"].items()))
+    same = losses == expected["losses"] and not value
+    return harness.row(case, label, "parameters differ", [value], losses=losses, good=same)
 
 
 class Tests:
@@ -278,8 +304,8 @@ class Tests:
     def __init__(self, part: Part, name: str, *arguments: str) -> None:
         self.part, self.name = part, name
         self.file = part.folder / f"{name}.txt"
-        options = "-m pytest -m gpu -vv -rs --cheap-first --timeout 60 -p no:cacheprovider"
-        command = [*options.split(), *arguments]
+        options = "-m pytest -m gpu -vv -rs --cheap-first --timeout 60 -p no:cacheprovider -n"
+        command = [*options.split(), str(min(MOST_TESTERS, (os.cpu_count() or 1) // 3)), *arguments]
         if not part.gpu:
             command += ["-p", "tests.accelerator.plugin"]
         environment = os.environ | systems.environment(1, part.gpu)
@@ -295,6 +321,9 @@ class Tests:
                 os.killpg(self.process.pid, signal.SIGKILL)
         status, text = _wait(self.process, INTERRUPT_S), self.file.read_text(errors="replace")
         tests = re.findall(r"^(\S+::.*?) (PASSED|FAILED|SKIPPED|ERROR)", text, flags=re.MULTILINE)
+        # Where several processes test, they write the result before the name.
+        among = re.findall(r"^\[gw\d+\] .*? (PASSED|FAILED|SKIPPED|ERROR) (\S+::.*?) *$", text, flags=re.MULTILINE)
+        tests += [(name, result) for result, name in among]
         results = {word: [name for name, result in tests if result == word] for _, word in tests}
         failed = results.get("FAILED", []) + results.get("ERROR", [])
         passed, skipped = len(results.get("PASSED", [])), len(results.get("SKIPPED", []))
@@ -331,22 +360,22 @@ class Series:
     clip: float = 1.0
     # Seconds for building a system, with its first steps.
     build_s: float = 50.0
-    traced: str = ""
+    traced: tuple[str, ...] = ()
 
 
 STREAMED, ON_DEVICE = f"{OURS}:streamed", "wherry-2:at_step"
 # The series of each part, in order of importance.
 TIMED: dict[str, tuple[Series, ...]] = {
     "steps": (
-        Series("1b", (COMPUTE, f"{OURS}:at_step", f"{OURS}:before_use"), traced=f"{OURS}:before_use"),
+        Series("1b", (COMPUTE, f"{OURS}:at_step", f"{OURS}:before_use"), traced=(f"{OURS}:before_use",)),
         Series("1b", (f"{OURS}:in_backward",), clip=0.0),
-        Series("1b", (STREAMED, ON_DEVICE)),
+        Series("1b", (STREAMED, ON_DEVICE), traced=(ON_DEVICE,)),
     ),
     "peers": (
         Series("1b", (f"{OURS}:before_use", f"{ALL_OURS}:before_use", "fsdp2-cpu")),
         Series("1b", ("deepspeed-2-cpu", "deepspeed-3-cpu", "deepspeed-3-super")),
     ),
-    "large": (Series("7b", (COMPUTE, f"{ALL_OURS}:before_use"), build_s=110.0, traced=f"{ALL_OURS}:before_use"),),
+    "large": (Series("7b", (COMPUTE, f"{ALL_OURS}:before_use"), build_s=110.0, traced=(f"{ALL_OURS}:before_use",)),),
     "tokens": (
         Series("1b", (COMPUTE, f"{OURS}:before_use"), (1, 4, 16, 64)),
         Series("qwen3-4b", (COMPUTE, f"{OURS}:before_use", ON_DEVICE), (2, 4, 8)),
@@ -452,8 +481,8 @@ def _take(
                 peak["host_bytes_per_parameter"] = (peak["value"] - peak["empty_bytes"]) / size.recipe.parameters
                 part.results.add(step, peak)
                 done += 1
-            if one.label == series.traced:
-                path = part.folder / f"trace-{one.model}.json.gz"
+            if one.label in series.traced:
+                path = part.folder / f"trace-{one.model}-{one.label.replace(':', '-')}.json.gz"
                 try:
                     step["trace"] = part.answer(worker, 30.0, do="trace", system=system, steps=2, path=str(path))
                 except Failed as failure:

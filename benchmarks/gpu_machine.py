@@ -28,7 +28,7 @@ from benchmarks import gpu
 ROOT = Path(__file__).parents[1]
 WHEELS, NATIVE = ROOT / ".whl", ROOT / ".native"
 PREINSTALLED = {"torch", "numpy"}
-TESTS = ("pytest", "pytest-timeout", "hypothesis")
+TESTS = ("pytest", "pytest-timeout", "pytest-xdist", "hypothesis")
 # Bytes that travel to such a machine at most: the sources and what is collected.
 LARGEST = 64 << 20
 # Seconds for the wheels to be installed, and for Python to start and end.

@@ -153,7 +153,8 @@ def pytest_collection_finish() -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
     global _without_processes
-    _without_processes = None if starts_processes(item) else item
+    # Triton starts a compiler where a kernel is launched first.
+    _without_processes = None if starts_processes(item) or item.get_closest_marker("gpu") else item
     try:
         return (yield)
     finally:
