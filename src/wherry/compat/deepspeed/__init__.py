@@ -11,6 +11,7 @@ The folder `alias` holds a package of that name; its modules, and where each of 
 
 from __future__ import annotations
 
+import difflib
 import importlib
 import importlib.util
 import os
@@ -70,10 +71,27 @@ class _Refuses(type):
             raise AttributeError(name)
         raise NotThere(_says(f"{cls._path}.{name}", cls._instead))
 
+    def __eq__(cls, other: object) -> bool:
+        if isinstance(other, str | int | float):  # of a constant, which this class cannot stand for
+            raise not_part_of_wherry(cls._path, cls._instead)
+        return cls is other
+
+    __hash__ = type.__hash__
+
 
 def absent(path: str, instead: str) -> Any:
     """Stands where DeepSpeed has a class or a function, so that scripts which only name it can be imported."""
     return _Refuses(path.rpartition(".")[2], (), {"_path": path, "_instead": instead, "__module__": NAME})
+
+
+def unlisted(module: str, name: str) -> Any:
+    """Stand in for a public name that no table has, so that a script which only imports it runs."""
+    path = f"{NAME}.{module}".rstrip(".")
+    if name.startswith("_"):
+        raise AttributeError(f"module {path!r} has no attribute {name!r} in Wherry's alias")
+    close = difflib.get_close_matches(name, names.of_module(module), n=1, cutoff=0.85)
+    instead = f"did you mean {close[0]}?" if close else names.why_absent(module) or names.UNLISTED
+    return absent(f"{path}.{name}", instead)
 
 
 class AliasModule(ModuleType):
@@ -95,16 +113,11 @@ class AliasModule(ModuleType):
             return importlib.import_module(full) if listed == full else getattr(importlib.import_module(where), ours)
         if path in names.ABSENT_NAMES:
             return absent(full, names.ABSENT_NAMES[path])
-        if not name.startswith("__"):
-            if module and names.why_absent(module):
-                builders = importlib.import_module("wherry.compat.deepspeed.builders")
-                is_builder = name in builders.OPERATIONS
-                return getattr(builders, name) if is_builder else absent(full, names.why_absent(module))
-            if _is_module(path):
-                return importlib.import_module(full)
-            if module in names.OPEN:
-                return getattr(importlib.import_module(names.OPEN[module]), name)
-        raise AttributeError(f"module {self.__name__!r} has no attribute {name!r} in Wherry's alias")
+        if _is_module(path):
+            return importlib.import_module(full)
+        if module in names.OPEN and hasattr(home := importlib.import_module(names.OPEN[module]), name):
+            return getattr(home, name)
+        return unlisted(module, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Where a module and what it has share a name (`utils.z3_leaf_module`), its import leaves it to the latter."""
@@ -145,6 +158,8 @@ class AliasFinder(DistributionFinder, Loader):
 
     def get_code(self, fullname: str) -> CodeType:
         """What `python -m` runs."""
+        if why := names.why_absent(_below(fullname)):
+            return compile(f"raise SystemExit({_says(fullname, why)!r})\n", f"<python -m {fullname}>", "exec")
         program = f"if __name__ == '__main__':\n    from {fullname} import main\n    raise SystemExit(main())\n"
         return compile(program, f"<python -m {fullname}>", "exec")
 
