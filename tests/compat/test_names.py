@@ -15,7 +15,6 @@ MADE = {
     "comm": "all_reduce all_gather all_gather_into_tensor all_gather_object reduce_scatter reduce_scatter_tensor "
     "all_to_all all_to_all_single broadcast broadcast_object_list reduce gather scatter send recv isend irecv barrier "
     "monitored_barrier new_group destroy_process_group",
-    "checkpoint.ds_to_universal": "main",
     "runtime.sequence_parallel.ulysses_sp": "UlyssesSPAttentionHF UlyssesSPDataLoaderAdapter",
 }
 
@@ -50,9 +49,6 @@ linear = torch.nn.Linear(8, 6)
 # Accelerate makes all host optimizers with the words of Adam.
 for make in (deepspeed.ops.adagrad.DeepSpeedCPUAdagrad, deepspeed.ops.lion.DeepSpeedCPULion):
     make([{"params": list(linear.parameters())}], lr=0.1, weight_decay=0.0, adamw_mode=False)
-from deepspeed.utils import z3_leaf_module
-import deepspeed.utils.z3_leaf_module
-assert deepspeed.utils.z3_leaf_module is z3_leaf_module and not z3_leaf_module(linear)
 groups = deepspeed.utils.groups
 class Grid:
     get_tensor_model_parallel_world_size = staticmethod(lambda: 4)
@@ -68,8 +64,22 @@ for path, names in MADE.items():
         owner = getattr(deepspeed, path)
     missing = [name for name in names.split() if not hasattr(owner, name)]
     assert not missing, (path, missing)
-for name in ("nothing", "ops.nothing", "utils.groups.nothing", "ops.op_builder.nothing"):
-    assert not hasattr(importlib.import_module(f"deepspeed.{name}".rpartition(".")[0]), "nothing")
+def refused(use):
+    try:
+        use()
+    except NotImplementedError as error:
+        return str(error)
+    raise AssertionError(use)
+for module in ("", ".utils", ".utils.groups", ".comm", ".ops.op_builder", ".runtime.lr_schedules", ".checkpointing"):
+    owner = importlib.import_module(f"deepspeed{module}") if module != ".checkpointing" else deepspeed.checkpointing
+    class Derived(owner.Nothing):
+        pass
+    assert "Nothing is not part of Wherry; use PyTorch's own" in refused(Derived), module
+    assert "is not part of Wherry" in refused(lambda: owner.Nothing == "a constant")
+    assert not hasattr(owner, "_nothing")
+assert "did you mean set_z3_leaf_modules?" in refused(deepspeed.utils.set_z3_leaf_module)
+from deepspeed.runtime.constants import ROUTE_TRAIN
+assert "read the dict of the config" in refused(ROUTE_TRAIN)
 copied = pickle.loads(pickle.dumps([deepspeed.DeepSpeedEngine, deepspeed.PipelineModule, ZeroStageEnum.weights]))
 assert copied == [deepspeed.DeepSpeedEngine, deepspeed.PipelineModule, 3]
 """

@@ -113,17 +113,11 @@ class AliasModule(ModuleType):
             return importlib.import_module(full) if listed == full else getattr(importlib.import_module(where), ours)
         if path in names.ABSENT_NAMES:
             return absent(full, names.ABSENT_NAMES[path])
-        if _is_module(path):
+        if not name.startswith("_") and not names.why_absent(module) and _is_module(path):
             return importlib.import_module(full)
         if module in names.OPEN and hasattr(home := importlib.import_module(names.OPEN[module]), name):
             return getattr(home, name)
         return unlisted(module, name)
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        """Where a module and what it has share a name (`utils.z3_leaf_module`), its import leaves it to the latter."""
-        where, ours = names.of_module(_below(self.__name__)).get(name, ("", ""))
-        if not (isinstance(value, AliasModule) and where and f"{where}.{ours}" != value.__name__):
-            super().__setattr__(name, value)
 
     def __dir__(self) -> list[str]:
         module = _below(self.__name__)
@@ -140,8 +134,8 @@ class AliasFinder(DistributionFinder, Loader):
         module = _below(fullname)
         if module == fullname or not _is_module(module):
             return None
-        has_modules = any(each.startswith(module + ".") for each in names.MODULES)
-        spec = ModuleSpec(fullname, self, is_package=has_modules or bool(names.why_absent(module)))
+        has_modules = any(each.startswith(module + ".") for each in names.MODULES) or bool(names.why_absent(module))
+        spec = ModuleSpec(fullname, self, is_package=has_modules and not module.endswith(".__main__"))
         if spec.submodule_search_locations is not None:
             # Programs list the folder of a package: here is one, with nothing in it.
             spec.submodule_search_locations.append(str(FOLDER / NAME))
@@ -159,7 +153,8 @@ class AliasFinder(DistributionFinder, Loader):
     def get_code(self, fullname: str) -> CodeType:
         """What `python -m` runs."""
         if why := names.why_absent(_below(fullname)):
-            return compile(f"raise SystemExit({_says(fullname, why)!r})\n", f"<python -m {fullname}>", "exec")
+            says = _says(fullname.removesuffix(".__main__"), why)
+            return compile(f"raise SystemExit({says!r})\n", f"<python -m {fullname}>", "exec")
         program = f"if __name__ == '__main__':\n    from {fullname} import main\n    raise SystemExit(main())\n"
         return compile(program, f"<python -m {fullname}>", "exec")
 

@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 from wherry.build import initialize as wherry_initialize
 from wherry.checkpoint.errors import CheckpointError, on_first, together
 from wherry.compat.deepspeed import (
-    VERSION,
     autocast,
     checkpointing,
     leaf_modules,
@@ -37,7 +36,6 @@ from wherry.compat.deepspeed.optimizer import (
     face,
     resolve,
 )
-from wherry.compat.deepspeed.profiling import EngineProfile
 from wherry.compat.deepspeed.timer import ThroughputTimer
 from wherry.config import Config
 from wherry.dataloader import make_dataloader
@@ -84,10 +82,7 @@ class DeepSpeedEngine(Engine):
     build_schedule = staticmethod(schedules.build)
     make_scaler = staticmethod(loss_scaler)
     mpu: Any = None
-    pipeline_parallelism = False
-    inside_no_sync_ctxt = False
-    # The embeddings whose gradients are sparse: none, gradients are dense here.
-    sparse_tensor_module_names: frozenset[str] = frozenset()
+    _accumulates = False
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._in_grad = Attributes(self)
@@ -150,15 +145,8 @@ class DeepSpeedEngine(Engine):
         loss: torch.Tensor,
         retain_graph: bool = False,
         scale_wrt_gas: bool = True,
-        *,
-        allreduce_gradients: bool = True,
-        release_loss: bool = False,
     ) -> torch.Tensor:
-        """Run the backward of `loss`; returns the loss as it counts in the window's mean."""
-        if not allreduce_gradients:
-            raise not_part_of_wherry(
-                "backward(allreduce_gradients=False)", "use engine.no_sync() around the micro-batches to accumulate"
-            )
+        """Run the backward of `loss`; return the loss as it counts in the window's mean."""
         self._check_loss("backward", loss)
         super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas)
         self._in_grad.show()
@@ -225,17 +213,6 @@ class DeepSpeedEngine(Engine):
 
     # When gradients are reduced.
 
-    @property
-    def _is_gradient_accumulation_boundary(self) -> bool | None:
-        """What was decided by hand; None where micro-batches are counted."""
-        return self._window._forced
-
-    def allreduce_gradients(self, bucket_size: int = 0) -> None:
-        """At the boundary gradients are reduced when this returns; mostly they have been, in the backward."""
-        self._check_open()
-        if self._window.backwards and self.is_gradient_accumulation_boundary():
-            self._complete_window()
-
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside accumulate only, without `step`; at stages 0 and 1."""
@@ -250,8 +227,6 @@ class DeepSpeedEngine(Engine):
     @contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
         """Several backwards inside, of one step outside; their gradients are reduced together, at the end."""
-        if self.pipeline_parallelism:
-            raise NotCoalesced("coalesce_grad_reduction is not supported under pipeline parallelism; use no_sync()")
         if not self.managed_gradient_accumulation():
             raise Misuse(
                 "coalesce_grad_reduction: managed_gradient_accumulation is false, so gradients wait for step() as it "
@@ -271,14 +246,14 @@ class DeepSpeedEngine(Engine):
 
     @contextmanager
     def _accumulating(self, call: str) -> Iterator[None]:
-        if self.inside_no_sync_ctxt:
+        if self._accumulates:
             raise Misuse(f"{call} cannot be nested in another no_sync or coalesce_grad_reduction; end that before")
-        self.inside_no_sync_ctxt = True
+        self._accumulates = True
         try:
             with super().no_sync():
                 yield
         finally:
-            self.inside_no_sync_ctxt = False
+            self._accumulates = False
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop what autograd would hold in `.grad`: this rank's own sum of micro-batches, that is not reduced yet.
@@ -318,13 +293,6 @@ class DeepSpeedEngine(Engine):
     def zero_optimization_partition_gradients(self) -> bool:
         return self.placement.gradients.partitioned
 
-    @property
-    def flops_profiler(self) -> EngineProfile:
-        """What was counted of the step that the config names."""
-        if not self._config.flops_profiler.enabled:
-            raise AttributeError("flops_profiler: the config does not enable it")
-        return EngineProfile(self, self._reporter.counted)
-
     def zero_optimization_partition_weights(self) -> bool:
         return self.placement.parameters.partitioned
 
@@ -341,15 +309,6 @@ class DeepSpeedEngine(Engine):
 
     def managed_gradient_accumulation(self) -> bool:
         return self._config.managed_gradient_accumulation
-
-    def log_level(self) -> str | None:
-        return self._config.log_level and self._config.log_level.upper()
-
-    def get_type(self) -> list[str]:
-        return [type(self.optimizer.instance).__name__] if self.optimizer is not None else []
-
-    def get_batch_info(self) -> tuple[int, int, int]:
-        return self.train_batch_size(), self.train_micro_batch_size_per_gpu(), self.gradient_accumulation_steps()
 
     def deepspeed_io(
         self,
@@ -384,12 +343,6 @@ class DeepSpeedEngine(Engine):
                 if not parameter.requires_grad:
                     state.pop(prefix + name, None)
         return state
-
-    def load_module_state_dict(self, state: dict[str, Any], strict: bool = True, custom_load_fn: Any = None) -> None:
-        if custom_load_fn is not None:
-            custom_load_fn(src=state, dst=self.module)
-        else:
-            self.module.load_state_dict(state, strict=strict)
 
     def save_16bit_model(
         self,
@@ -427,7 +380,7 @@ class DeepSpeedEngine(Engine):
         super().forward_begins()
 
     def step(self, *given: Any, **named: Any) -> None:
-        if self.inside_no_sync_ctxt:
+        if self._accumulates:
             raise Misuse("step: it is illegal inside no_sync or coalesce_grad_reduction; call it when that has ended")
         self._shown.close()
         boundary = self.is_gradient_accumulation_boundary()
@@ -484,12 +437,15 @@ class DeepSpeedEngine(Engine):
         load_module_only: bool = False,
         custom_load_fn: Any = None,
     ) -> tuple[str | None, Any]:
-        """As the engine's own, of checkpoints that DeepSpeed has written too; those have to be named by `latest`.
+        """Load a checkpoint of Wherry's, or one that DeepSpeed has written and `latest` names.
 
-        `custom_load_fn(src=, dst=)` gets the checkpoint's whole weights and the module, whole, after all that has a
-        place in the engine has been loaded. With the client state comes what DeepSpeed leaves in it: `ds_version`,
-        `ds_config`, `param_shapes`, `global_samples` and the like.
+        With the client state comes what DeepSpeed leaves in it: `ds_version`, `ds_config`, `param_shapes`,
+        `global_samples` and the like.
         """
+        if custom_load_fn is not None:
+            raise not_part_of_wherry(
+                "load_checkpoint(custom_load_fn=...)", "load what differs into engine.module inside GatheredParameters"
+            )
         from wherry.compat.deepspeed import loading, universal
 
         self._check_open()
@@ -503,8 +459,7 @@ class DeepSpeedEngine(Engine):
         if isinstance(found, CheckpointError):
             raise found
         own, theirs = found
-        strict = load_module_strict and custom_load_fn is None
-        how = (strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
+        how = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         with ExitStack() as stack:
             source = folder
             if theirs:
@@ -515,14 +470,7 @@ class DeepSpeedEngine(Engine):
             taken = ["module"] if load_module_only else [*universal.TAKEN]
             taken += ["lr_scheduler"] * load_lr_scheduler_states + ["optimizer"] * load_optimizer_states
             told = universal.client_states(source / own, taken)
-            if custom_load_fn is not None:
-                with gathered(self.module):
-                    custom_load_fn(src=loading.weights_of(source / own), dst=self.module)
         return str(folder / own), told
-
-    def _get_optimizer_ckpt_name(self, checkpoints_path: str, tag: str, expp_rank: int) -> str:
-        """Where an optimizer of stage 0 would be, were it not in the checkpoint's own files."""
-        return os.path.join(checkpoints_path, str(tag), f"expp_rank_{expp_rank}_mp_rank_00_optim_states.pt")
 
     def empty_partition_cache(self) -> None:
         """Let go of weights that `all_gather` of a parameter has made whole: no others are, between steps.
@@ -548,16 +496,7 @@ class Hooked:
         self.forward_hooks: list[Any] = [RemovableHandle(OrderedDict())]
         self.backward_hooks: list[Any] = [RemovableHandle(OrderedDict())]
 
-    _register_hooks_recursively = setup_zero_stage3_hooks = _register_deepspeed_module
-
-    @contextmanager
-    def removed(self) -> Iterator[None]:
-        """Inside, none are listed."""
-        self.forward_hooks, self.backward_hooks = [], []
-        try:
-            yield
-        finally:
-            self._register_deepspeed_module(self.module)
+    _register_hooks_recursively = _register_deepspeed_module
 
 
 def initialize(
@@ -578,7 +517,6 @@ def initialize(
     """Build an engine; returns `(engine, optimizer, dataloader, lr_scheduler)`."""
     if model is None:
         raise DeepSpeedConfigError("deepspeed.initialize requires a model; give model=...")
-    say("DeepSpeed info: version=%s, git-hash=None, git-branch=None", VERSION)  # which people and tests look for
     config = load(given_to(args, config, config_params))
     check_batch(config)
     _check_unmanaged(config)
