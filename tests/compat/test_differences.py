@@ -290,7 +290,6 @@ def saved_files(engine: Any) -> str:
 
 
 CHECKPOINTS: dict[str, Callable[[], Pair]] = {
-    '`save_checkpoint("")`': lambda: both(lambda engine: outcome(lambda: engine.save_checkpoint(""), "saved")),
     "`load_checkpoint` of a folder without `latest`": lambda: both(load_without_latest),
     "`load_checkpoint` of a tag that is not there": lambda: both(load_a_tag_that_is_not_there),
     "the files of a checkpoint at stage 2": lambda: both(saved_files, **STAGE_2),

@@ -54,10 +54,6 @@ raise SystemExit(main())
 """
 
 
-class NoFolder(WherryError, ValueError):
-    """A checkpoint is to be saved to nowhere."""
-
-
 class Misuse(WherryError, AssertionError):
     """A call that DeepSpeed asserts against."""
 
@@ -400,8 +396,6 @@ class DeepSpeedEngine(Engine):
         In the checkpoint are files under DeepSpeed's names too. Where every rank holds the whole model, that is in them
         once more.
         """
-        if not save_dir:
-            raise NoFolder(f"save_checkpoint: save_dir: expected the path of a folder, got {save_dir!r}")
         saved = super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
         from wherry.compat.deepspeed import universal
 

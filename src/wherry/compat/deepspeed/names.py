@@ -54,7 +54,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "comm": _COMM,
     "comm.comm": _COMM,
     "constants": (".utils: TORCH_DISTRIBUTED_DEFAULT_PORT",),
-    "env_report": (".utils: cli_main=env_report main=env_report",),
+    "env_report": (".utils: main=env_report",),
     "git_version_info": ("wherry.compat.deepspeed: version=VERSION",),
     "launcher": (),
     "launcher.runner": (".launcher: DEEPSPEED_ENVIRONMENT_NAME=ENVIRONMENT_FILE main",),
