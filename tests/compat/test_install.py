@@ -33,11 +33,7 @@ def python(forks, tmp_path):
 
 
 def test_install_gives_the_alias_and_its_metadata_and_says_so(python):
-    done = python(
-        "import wherry, wherry.compat.deepspeed as c\nassert not c.installed()\n"
-        "c.install()\nc.install()\nassert c.installed()\n" + LOOK + "c.uninstall()\n"
-        "import sys\nassert not c.installed() and not {'deepspeed', 'deepspeed.zero'} & set(sys.modules)"
-    )
+    done = python("import wherry.compat.deepspeed as c\nc.install()\nc.install()\n" + LOOK)
     assert done.returncode == 0, done.stderr
     assert "import deepspeed gives Wherry" in done.stderr
 

@@ -28,7 +28,7 @@ from wherry.compat.deepspeed import names
 from wherry.errors import WherryError
 from wherry.observe.log import is_rank_zero, logger, show_unless_shown
 
-__all__ = ["FOLDER", "NAME", "VERSION", "become_alias", "install", "installed", "uninstall"]
+__all__ = ["FOLDER", "NAME", "VERSION", "become_alias", "install"]
 
 NAME = "deepspeed"
 VERSION = "0.19.6+wherry"
@@ -174,14 +174,6 @@ def _is_module(path: str) -> bool:
     return path in names.MODULES or bool(names.why_absent(path))
 
 
-def installed() -> bool:
-    """Whether `import deepspeed` gives the alias in this process."""
-    if NAME in sys.modules:
-        return _is_alias(sys.modules[NAME])
-    spec = importlib.util.find_spec(NAME)
-    return spec is not None and spec.origin is not None and FOLDER in Path(spec.origin).parents
-
-
 def install() -> None:
     """Make `import deepspeed` give Wherry, in this process and in those it forks.
 
@@ -221,15 +213,6 @@ def become_alias(name: str) -> None:
 
         # A warning, so that it is seen where nobody has set up logging: one engine stands in for another.
         logger.warning("import deepspeed gives Wherry %s here (it answers to version %s)", __version__, VERSION)
-
-
-def uninstall() -> None:
-    """Take the alias away again. Modules that hold names of it keep them."""
-    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, AliasFinder)]
-    if NAME in sys.modules and _is_alias(sys.modules[NAME]):
-        for name in [name for name in sys.modules if name == NAME or name.startswith(NAME + ".")]:
-            del sys.modules[name]
-    importlib.invalidate_caches()
 
 
 def environment() -> dict[str, str]:
