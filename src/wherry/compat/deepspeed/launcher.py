@@ -1,18 +1,14 @@
-"""The `deepspeed` command on the alias path: its flags, handed to `wherry run`."""
+"""The `deepspeed` command on the alias path: translate its flags, and run `wherry run`."""
 
 from __future__ import annotations
 
 import argparse
-import base64
-import json
 import os
-import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 
 from wherry.errors import WherryError
-from wherry.observe.log import logger
-from wherry.parallel.hostfile import Host, filtered, read_hostfile, select
+from wherry.parallel.hostfile import read_hostfile, select
 
 ENVIRONMENT_FILE = ".deepspeed_env"
 
@@ -31,93 +27,32 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="deepspeed",
         description="Start a script on Wherry, with the flags of DeepSpeed's launcher.",
-        allow_abbrev=False,  # or what follows the script might be taken for a flag cut short
+        allow_abbrev=False,  # Flags of the script would else be read as this command's own, cut short.
     )
-    parser.add_argument("-H", "--hostfile")
+    parser.add_argument("-H", "--hostfile", default="")
     parser.add_argument("-i", "--include", default="")
     parser.add_argument("-e", "--exclude", default="")
-    parser.add_argument("--num_nodes", type=int, default=-1)
     parser.add_argument("--num_gpus", "--num_accelerators", type=int, default=-1)
-    parser.add_argument("--master_port", type=int)
-    parser.add_argument("--master_addr", default="")
-    parser.add_argument("--node_rank", type=int, default=-1)
     parser.add_argument("--launcher", default="pdsh")
-    parser.add_argument("--launcher_args", default="")
-    parser.add_argument("--ssh_port", type=int)
     parser.add_argument("--log_level", default="info")
-    parser.add_argument("--bind_core_list")
-    parser.add_argument("--venv_script")
     parser.add_argument("--autotuning", default="", choices=["", "tune", "run"])
-    parser.add_argument("--min_elastic_nodes", type=int, default=-1)
-    parser.add_argument("--max_elastic_nodes", type=int, default=-1)
-    parser.add_argument("--enable_each_rank_log")
+    parser.add_argument("-q", "--quiet", action="store_true")
+    for name in ("num_nodes", "master_port", "node_rank", "ssh_port", "min_elastic_nodes", "max_elastic_nodes"):
+        parser.add_argument(f"--{name}", type=int, default=-1)
+    for name in ("master_addr", "launcher_args", "bind_core_list", "venv_script", "enable_each_rank_log"):
+        parser.add_argument(f"--{name}", default="")
     for name in ("module", "no_python", "no_local_rank", "no_ssh", "no_ssh_check", "force_multi", "save_pid",
                  "elastic_training", "bind_cores_to_rank"):  # fmt: skip
         parser.add_argument(f"--{name}", action="store_true")
-    parser.add_argument("-q", "--quiet", action="store_true")
     parser.add_argument("user_script")
     parser.add_argument("user_args", nargs=argparse.REMAINDER)
     return parser
 
 
-class BadArguments(WherryError, ValueError):
-    """Arguments of the launcher, or lines of a hostfile, that contradict themselves or say nothing."""
-
-
-def parse_args(args: Sequence[str] | None = None) -> argparse.Namespace:
-    return build_parser().parse_args(args)
-
-
-def fetch_hostfile(hostfile_path: str) -> dict[str, int] | None:
-    """Hosts and their numbers of slots; None, and a line, where there is no such file."""
-    if not os.path.isfile(hostfile_path):
-        logger.warning("there is no hostfile %s, so this machine is used", hostfile_path)
-        return None
-    with open(hostfile_path, encoding="utf-8") as file:
-        return _parse_hostfile(file)
-
-
-def _parse_hostfile(hostfile_lines: Iterable[str]) -> dict[str, int]:
-    """Of a hostfile in memory; a command reads files by `wherry.parallel.hostfile`, which is stricter."""
-    found: dict[str, int] = {}
-    for line in map(str.strip, hostfile_lines):
-        if not line or line.startswith("#"):
-            continue
-        words = re.match(r"(\S+)\s+slots=(\d+)", line)
-        if words is None:
-            raise BadArguments(f"hostfile: expected `name slots=N`, got {line!r}")
-        if words[1] in found:
-            raise BadArguments(f"hostfile: {words[1]} stands in it twice; keep one line of it")
-        found[words[1]] = int(words[2])
-    if not found:
-        raise BadArguments("hostfile: it names no host; expected lines of `name slots=N`")
-    return found
-
-
-def parse_resource_filter(
-    host_info: Mapping[str, Sequence[int]], include_str: str = "", exclude_str: str = ""
-) -> dict[str, list[int]]:
-    """The hosts and slots that are left after one of the two."""
-    hosts = [Host(name, tuple(slots)) for name, slots in host_info.items()]
-    try:
-        left = filtered(hosts, include_str, exclude_str)
-    except WherryError as error:
-        raise BadArguments(str(error)) from None
-    return {host.name: list(host.slots) for host in left}
-
-
-def parse_inclusion_exclusion(resource_pool: Mapping[str, int], inclusion: str, exclusion: str) -> dict[str, list[int]]:
-    return parse_resource_filter({name: range(slots) for name, slots in resource_pool.items()}, inclusion, exclusion)
-
-
-def encode_world_info(world_info: Mapping[str, object]) -> str:
-    return base64.urlsafe_b64encode(json.dumps(world_info).encode()).decode()
-
-
 def to_run(arguments: argparse.Namespace) -> list[str]:
-    """The arguments of `wherry run` that mean the same."""
+    """Translate the flags to the arguments of `wherry run`."""
     if max(arguments.num_nodes, arguments.num_gpus) >= 0 and (arguments.include or arguments.exclude):
-        raise BadArguments("--num_nodes and --num_gpus cannot be given with --include or --exclude; leave one pair out")
+        raise WherryError("--num_nodes and --num_gpus cannot be given with --include or --exclude; leave one pair out")
     for name, instead in _REFUSED.items():
         if getattr(arguments, name):
             raise WherryError(f"--{name} is not part of Wherry; {instead}")
@@ -132,7 +67,7 @@ def to_run(arguments: argparse.Namespace) -> list[str]:
     flags = ["--as-deepspeed"]
     for name in _SAME:
         value = getattr(arguments, name)
-        if value not in (None, "", -1):
+        if value not in ("", -1):
             flags += [f"--{name}", str(value)]
     if arguments.module:
         flags.append("--module")
@@ -148,7 +83,7 @@ def to_run(arguments: argparse.Namespace) -> list[str]:
 
 
 def _become_one_of_the_hosts(arguments: argparse.Namespace) -> None:
-    """With `--no_ssh` somebody has started this command on every host: this is the machine of that `--node_rank`."""
+    """Name this machine by its `--node_rank`: with `--no_ssh` this command has been started on every host."""
     hosts = select(read_hostfile(arguments.hostfile), arguments.include, arguments.exclude)
     if not 0 <= arguments.node_rank < len(hosts):
         raise WherryError(
@@ -162,18 +97,18 @@ def _become_one_of_the_hosts(arguments: argparse.Namespace) -> None:
         arguments.num_gpus = len(slots)
     arguments.num_nodes = len(hosts)
     arguments.master_addr = arguments.master_addr or hosts[0].name
-    arguments.hostfile = None
+    arguments.hostfile = ""
 
 
 def main(args: Sequence[str] | None = None) -> int:
-    """Become the `wherry run` that means the same."""
-    words = to_run(parse_args(args))
+    """Replace this process by its `wherry run`."""
+    words = to_run(build_parser().parse_args(args))
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", "wherry", "run", *words])
 
 
 def command() -> int:
-    """The `deepspeed` command."""
+    """Run the `deepspeed` command."""
     try:
         return main()
     except WherryError as error:
