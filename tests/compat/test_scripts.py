@@ -106,7 +106,7 @@ assert not hasattr(weight, "ds_id")
 
 # States shared out within groups of ranks.
 config["zero_optimization"]["mics_shard_size"] = 1
-with deepspeed.zero.MiCS_Init(config_dict_or_path=config):
+with deepspeed.zero.Init(config_dict_or_path=config):
     torch.manual_seed(0)
     model = Stack()
 engine, *_ = deepspeed.initialize(model=model, config=config)

@@ -1,8 +1,10 @@
-"""Small modules of the alias: operations, accelerators, collectives, tiles, estimators, autocast."""
+"""Small modules of the alias: builders, accelerators, collectives, monitors, timers, tiles, estimators, autocast."""
 
 from __future__ import annotations
 
 import inspect
+import re
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,10 +15,10 @@ from tests.compat.harness import engine_of
 from torch import nn
 
 from wherry.compat import deepspeed as compat
-from wherry.compat.deepspeed import autocast, builders, comm, profiling, runtime_utils, tiled
+from wherry.compat.deepspeed import autocast, builders, comm, monitor, profiling, runtime_utils, tiled, timer
 from wherry.compat.deepspeed.accelerator import Accelerator, Host
 from wherry.compat.deepspeed.names import ABSENT_MODULES, why_absent
-from wherry.errors import WherryError
+from wherry.observe.memory import format_bytes
 
 
 @pytest.fixture
@@ -36,54 +38,34 @@ def test_what_is_absent_is_there_by_name_only() -> None:
         with pytest.raises(NotImplementedError, match=r"PipelineModule.* is not part of Wherry; use something else"):
             use()
     assert all(why_absent(f"{path}.below") for path in ABSENT_MODULES)
-    # A builder is found in a module that is absent otherwise.
-    module = compat.AliasModule("deepspeed.ops.aio")
-    assert module.AsyncIOBuilder.NAME == "async_io" and not module.AsyncIOBuilder().is_compatible()
-    assert builders.CPUAdamBuilder().is_compatible() and not builders.COMPATIBLE_OPS["deepspeed_not_implemented"]
-    for use, name in ((module.aio_handle, r"deepspeed.ops.aio.aio_handle"), (module.AsyncIOBuilder().load, "AsyncIO")):
-        with pytest.raises(NotImplementedError, match=f"{name}.* is not part of Wherry"):
-            use()
+    assert builders.CPUAdamBuilder().is_compatible() and builders.COMPATIBLE_OPS["cpu_adam"]
+    assert not builders.OpBuilder.is_rocm_pytorch() and not builders.AsyncIOBuilder().is_compatible()
+    with pytest.raises(NotImplementedError, match=r"AsyncIOBuilder\(\).load\(\) is not part of Wherry"):
+        builders.AsyncIOBuilder().load()
 
 
-def test_the_host_answers_to_the_methods_of_an_accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_accelerator_is_the_host_or_a_device_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     host = Host()
     for name, method in inspect.getmembers(host, inspect.ismethod):
         needed = [each for each in inspect.signature(method).parameters.values() if each.default is each.empty]
         if not name.startswith("_") and not needed:
             method()
-    assert host.memory_stats()["allocated_bytes.all.current"] > 0 and host.lazy_call(lambda: 3) == 3
-    assert host.FloatTensor([1.0]).dtype == torch.float32 and host.capture_to_graph(host.create_graph())
-    assert host.create_op_builder("CPUAdamBuilder").NAME == "cpu_adam"
+    host.set_rng_state(host.get_rng_state())
+    assert host.memory_allocated() > 0 and host.lazy_call(lambda: 3) == 3
+    assert host.FloatTensor([1.0]).dtype == torch.float32 and host.LongTensor(2, 3).shape == (2, 3)
+    assert host.get_op_builder("CPUAdamBuilder").NAME == "cpu_adam" and not host.get_op_builder("?")().is_compatible()
     tensor = torch.ones(2)
     assert host.pin_memory(tensor, make_copy=False) is tensor
-    environment: dict[str, str] = {}
-    host.set_visible_devices_envs(environment, [1, 3])
-    assert environment == {"CUDA_VISIBLE_DEVICES": "1,3"}
-    with pytest.raises(ValueError, match="is no backend"):
-        host.set_compile_backend("nothing")
-    for name in ("LOCAL_SIZE", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for count, name in ((1, "OTHER"), (3, "LOCAL_WORLD_SIZE"), (4, "LOCAL_SIZE")):
-        monkeypatch.setenv(name, str(count))
-        assert host.device_count() == count
-
-
-def test_a_device_that_is_named_is_asked_and_else_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    module = SimpleNamespace(
-        current_device=lambda: 1,
-        get_rng_state=lambda at: asked.append(at) or torch.empty(0),
-        set_rng_state=lambda state, at: asked.append(at),
-        get_device_properties=lambda at: SimpleNamespace(total_memory=asked.append(at) or 7),
-    )
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    assert host.device_count() == 3
+    properties = {0: SimpleNamespace(total_memory=5), 1: SimpleNamespace(total_memory=7)}
+    module = SimpleNamespace(current_device=lambda: 1, get_device_properties=properties.get)
     monkeypatch.setattr(torch, "get_device_module", lambda kind: module)
-    accelerator = Accelerator("cuda")
-    for index in (None, 0, 1):
-        accelerator.set_rng_state(accelerator.get_rng_state(index), index)
-        assert accelerator.total_memory(index) == 7
-    assert asked == [1] * 3 + [0] * 3 + [1] * 3
-    device = Accelerator("meta")
-    assert (device.HalfTensor([1]).dtype, device.HalfTensor([1]).device.type) == (torch.float16, "meta")
+    device = Accelerator("cuda")
+    assert [device.total_memory(index) for index in (None, 0, 1)] == [7, 5, 7]
+    assert (device.device_name(), device.current_device_name()) == ("cuda", "cuda:1")
+    half = Accelerator("meta").HalfTensor([1])
+    assert (half.dtype, half.device.type) == (torch.float16, "meta")
 
 
 @pytest.mark.parametrize(
@@ -105,26 +87,45 @@ def test_devices_communicate_by_the_backend_of_their_kind(
     assert started == [backend]
 
 
-def test_a_scripts_own_collectives_are_timed_when_it_asks(alone: None) -> None:
+def test_a_scripts_own_collectives_are_counted(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(comm, "_script", comm.Traffic())
     tensor = torch.ones(4)
-    comm.configure(enabled=True, prof_all=False, prof_ops=["mine"])
-    comm.all_reduce(tensor, log_name="mine")
+    for _ in range(2):
+        comm.all_reduce(tensor)
+    comm.configure(prof_all=False, prof_ops=["broadcast"])
     comm.all_reduce(tensor)
-    comm.inference_all_reduce(tensor, prof=True)
-    assert comm.get_logged_comm_ops() == ["mine", "inference_all_reduce"]
-    summary = comm.log_summary(return_dict=True, show_straggler=True)
+    comm.broadcast(tensor=tensor, src=0)
+    comm.configure(enabled=False)
+    comm.broadcast(tensor, 0)
+    comm.configure()
+    comm.allgather_fn(torch.empty(4), tensor)
+    summary = comm.log_summary(show_straggler=True, return_dict=True)
     assert summary is not None
-    row = summary["summary"]["mine"][16]
-    assert (row["count"], row["msg_size_str"]) == (1, "16.0 B") and row["total_latency_ms"] > 0
-    assert summary["straggler_analysis"]["mine"][16]["total_straggler_ms"] == 0
-    comm.reset_log()
-    comm.configure(enabled=False, prof_ops=[])
-    comm.all_reduce(tensor, log_name="mine", prof=True)
-    assert not comm.has_comm_data() and comm.log_summary() is None
+    counted = (("all_reduce", 2), ("broadcast", 1), ("all_gather_into_tensor", 1))
+    assert summary["summary"] == {name: {16: {"count": count, "msg_size_bytes": 16}} for name, count in counted}
 
 
-LABELS = torch.arange(26).view(2, 13) % 6
-MASK = torch.arange(26).view(2, 13) % 3 > 0
+def test_events_are_written_by_the_monitors_of_a_config(tmp_path: Path) -> None:
+    block = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
+    config = monitor.get_monitor_config(block)
+    for one in (monitor.MonitorMaster(config), monitor.csvMonitor(config), monitor.WandbMonitor(config)):
+        one.write_events([("Train/my loss", 2.5, 8)])
+    assert (tmp_path / "job" / "Train_my_loss.csv").read_text() == "step,my loss\n8,2.5\n" * 2
+    assert (config.tensorboard.job_name, config.wandb.project) == ("DeepSpeedJobName", "deepspeed")
+
+
+def test_timers_add_up_and_print(capsys: pytest.CaptureFixture[str]) -> None:
+    timers = timer.SynchronizedWallClockTimer()
+    for _ in range(2):
+        timers("forward").start()
+        timers("forward").stop()
+    timers("backward").start()
+    assert timers("forward").elapsed(reset=False) > 0 and timers("backward").elapsed() > 0
+    timers.log(["forward", "nothing"])
+    assert re.fullmatch(r"\[Rank 0\] time \(ms\) \| forward: \d+\.\d\d\n", capsys.readouterr().out)
+    assert timers("forward").elapsed() == 0
+    with pytest.raises(AssertionError, match="not started"):
+        timers("forward").stop()
 
 
 class Counted(nn.Linear):
@@ -137,53 +138,70 @@ class Counted(nn.Linear):
         return super().forward(x)
 
 
-def loss(layer: nn.Module, x: torch.Tensor, y: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    return (nn.functional.cross_entropy(layer(x), y, reduction="none") * mask).sum()
+@pytest.mark.parametrize(
+    "run",
+    [
+        lambda layer, x: tiled.TiledMLP.apply(Counted.forward, layer, x, 4),
+        lambda layer, x: tiled.sequence_tiled_compute(
+            Counted.forward, 13, 4, {"x": x}, {"self": layer}, "x", output_reduction=None
+        ),
+        lambda layer, x: tiled.sequence_tiled_compute(
+            lambda layer, x: layer(x).square().sum(), 13, 4, {"x": x}, {"layer": layer}, "x", None, 0, "sum"
+        ).sqrt(),
+    ],
+)  # fmt: skip
+def test_tiles_give_the_numbers_of_the_whole(run: Any) -> None:
+    results = []
+    for call in (run, Counted.__call__):
+        torch.manual_seed(0)
+        layer, x = Counted(6, 6), torch.rand(2, 13, 6, requires_grad=True)
+        total = call(layer, x).square().sum()
+        results.append([total, *torch.autograd.grad(total, [x, layer.weight])])
+        assert call is not run or max(layer.rows) == 4
+    torch.testing.assert_close(*results)
+
+
+def test_a_profile_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    model = nn.Linear(1024, 1024, bias=False)
+    output = tmp_path / "profile"
+    profile = profiling.get_model_profile(model, (1, 1024), print_profile=True, output_file=str(output))
+    assert profile == ("2.1 M", "1.05 MMACs", "1.05 M") and "GFLOP  Linear" in output.read_text()
+    profiler = profiling.FlopsProfiler(model)
+    profiler.start_profile()
+    model(torch.ones(2, 1024))
+    profiler.print_model_profile(profile_step=3)
+    assert "GFLOP  forward" in capsys.readouterr().out
+    assert (profiler.get_total_flops(), profiler.get_total_macs()) == (4 << 20, 2 << 20)
+    profiler.end_profile()
+    assert profiler.get_total_flops() == 0 and profiler.get_total_params() == 1 << 20
+
+
+BILLION = 10**9
 
 
 @pytest.mark.parametrize(
-    ("run", "whole", "rows"),
+    ("print_table", "arguments", "rows"),
     [
-        (lambda layer, x: tiled.TiledMLP.apply(Counted.forward, layer, x, 4), Counted.__call__, 4),
-        (lambda layer, x: tiled.sequence_tiled_compute(
-            Counted.forward, 13, 4, {"x": x}, {"self": layer}, "x", output_reduction=None
-        ), Counted.__call__, 4),
-        (lambda layer, x: tiled.TiledFusedLogitsLoss.apply(loss, layer, x, LABELS, MASK, 4, None, "mean"),
-         lambda layer, x: loss(layer, x.view(26, 6), LABELS.view(26), MASK.view(26)) / 4, 7),
+        # Weights 2 bytes, gradients 2, optimizer 12 of each parameter; what rests on the host half as much again.
+        (profiling.estimate_zero2_model_states_mem_needs_all_cold, (8,),
+         [(21, 2, "host", "device"), (0, 3.75, "device", "device")]),
+        (profiling.estimate_zero2_model_states_mem_needs_all_cold, (8, 2, 1), [(7, 2, "host", "device")]),
+        (profiling.estimate_zero3_model_states_mem_needs_all_cold, (BILLION // 10, 8),
+         [(24, 0.2, "host", "host"), (21, 0.45, "host", "device"), (0, 2.2, "device", "device")]),
     ],
 )  # fmt: skip
-def test_tiles_give_the_numbers_of_the_whole(run: Any, whole: Any, rows: int) -> None:
-    found = []
-    for call in (run, whole):
-        torch.manual_seed(0)
-        layer, x = Counted(6, 6), torch.rand(2, 13, 6, requires_grad=True)
-        result = call(layer, x)
-        found.append([result, *torch.autograd.grad(result.square().sum(), [x, layer.weight])])
-        assert call is whole or max(layer.rows) == rows
-    torch.testing.assert_close(*found)
+def test_memory_of_states(print_table: Any, arguments: Any, rows: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    print_table(BILLION, *arguments)
+    table = capsys.readouterr().out
+    for host, device, optimizer, parameters in rows:
+        sizes = f"{format_bytes(int(host * BILLION)):>16} | {format_bytes(int(device * BILLION)):>12}"
+        assert f"{sizes} | optimizer: {optimizer}, parameters: {parameters}\n" in table
 
 
-ZERO2, ZERO3 = profiling.estimate_zero2_model_states_mem_needs, profiling.estimate_zero3_model_states_mem_needs
-BILLION = 10**9
-LAYER = BILLION // 10
-
-
-def test_bytes_of_a_node_and_of_a_gpu() -> None:
-    # Weights 2 bytes, gradients 2, optimizer 12 of each parameter; what rests on the host half as much again.
-    assert ZERO2(BILLION, 8) == (21 * BILLION, 2 * BILLION)
-    assert ZERO2(BILLION, 8, cpu_offload=False) == (0, 2 * BILLION + 14 * BILLION // 8)
-    assert ZERO2(BILLION, 8, 2, cpu_offload=True, additional_buffer_factor=1) == (7 * BILLION, 2 * BILLION)
-    assert ZERO3(BILLION, LAYER, 8) == (24 * BILLION, 2 * LAYER, 2 * LAYER)
-    assert ZERO3(BILLION, LAYER, 8, cpu_offload_params=False) == (21 * BILLION, BILLION // 4 + 2 * LAYER, 2 * LAYER)
-    assert ZERO3(BILLION, LAYER, 8, cpu_offload=False) == (0, 2 * BILLION + 2 * LAYER, 2 * LAYER)
-    with pytest.raises(WherryError, match="ranks: expected 1 or more, got 0"):
-        ZERO2(BILLION, 0)
-
-
-def test_tables_of_a_model_and_of_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_of_states_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(100_000, 1000), nn.Linear(1000, 2000, bias=False))
-    model.append(model[0])  # shared, so it counts once
+    model.append(model[0])  # It is shared, so it counts once.
     profiling.estimate_zero3_model_states_mem_needs_all_live(model, 4, 2)
     live = capsys.readouterr().out
     profiling.estimate_zero3_model_states_mem_needs_all_cold(102_000_000, 100_000_000, 4, 2)
