@@ -52,7 +52,7 @@ def _counted(name: str) -> Callable[..., Any]:
     @functools.wraps(plain)
     def call(*args: Any, **kwargs: Any) -> Any:
         if name in _watched:
-            sent = args[position] if len(args) > position else next(iter(kwargs.values()), None)
+            sent = dict(enumerate([*args, *kwargs.values()])).get(position)
             tensors = sent if isinstance(sent, list | tuple) else [sent]
             _script.add(name, sum(tensor.nbytes for tensor in tensors if torch.is_tensor(tensor)))
         return plain(*args, **kwargs)

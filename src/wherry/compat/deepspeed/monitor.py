@@ -26,8 +26,9 @@ _BLOCKS: dict[str, tuple[Any, dict[str, str]]] = {
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> SimpleNamespace:
     """Read the blocks of all monitors from a config."""
-    config = {key: block(**{**defaults, **(param_dict.get(key) or {})}) for key, (block, defaults) in _BLOCKS.items()}
-    return SimpleNamespace(**config, enabled=any(block.enabled for block in config.values()))
+    return SimpleNamespace(
+        **{key: block(**{**defaults, **(param_dict.get(key) or {})}) for key, (block, defaults) in _BLOCKS.items()}
+    )
 
 
 class _Monitor:
@@ -110,7 +111,6 @@ class MonitorMaster:
     """All monitors that a config enables."""
 
     def __init__(self, monitor_config: Any) -> None:
-        self.enabled = monitor_config.enabled
         kinds = (TensorBoardMonitor, WandbMonitor, csvMonitor, _CometMonitor)
         self._monitors = [kind(monitor_config) for kind in kinds]
 

@@ -105,15 +105,6 @@ def get_model_profile(
 # --- memory of states ---
 
 
-def _needs(
-    stage: int, parameters: float, layer: float, gpus: int, nodes: int, factor: float, optimizer: Tier, weights: Tier
-) -> tuple[int, int]:
-    """Return bytes on the host of a node, and on each GPU with the largest layer gathered."""
-    placement = Placement.of_stage(stage, optimizer=optimizer, parameters=weights)
-    tiers = states(int(parameters), placement, gpus * nodes, _COST).by_tier(placement)
-    return int(tiers[Tier.HOST] * gpus * factor), tiers[Tier.DEVICE] + int(layer) * _COST.parameters
-
-
 def _print_table(
     stage: int,
     total_params: float,
@@ -131,7 +122,11 @@ def _print_table(
     print(f"{'host, per node':>16} | {'per GPU':>12} | where states rest")
     tiers = [(Tier.HOST, Tier.DEVICE), (Tier.DEVICE, Tier.DEVICE)]
     for optimizer, weights in [(Tier.HOST, Tier.HOST), *tiers] if stage == 3 else tiers:
-        host, device = _needs(stage, total_params, largest_layer_params, gpus, nodes, factor, optimizer, weights)
+        placement = Placement.of_stage(stage, optimizer=optimizer, parameters=weights)
+        needs = states(int(total_params), placement, gpus * nodes, _COST).by_tier(placement)
+        host = int(needs[Tier.HOST] * gpus * factor)
+        # A GPU holds the gathered weights of one layer at a time.
+        device = needs[Tier.DEVICE] + int(largest_layer_params) * _COST.parameters
         rest = f"optimizer: {optimizer.value}, parameters: {weights.value}"
         print(f"{format_bytes(host):>16} | {format_bytes(device):>12} | {rest}")
     print("(activations come on top: see `wherry plan`)")
