@@ -90,14 +90,6 @@ def select(hosts: list[Host], include: str, exclude: str) -> list[Host]:
     >>> select([Host("a", (0, 1)), Host("b", (0, 1))], "", "b:0")
     [Host(name='a', slots=(0, 1)), Host(name='b', slots=(1,))]
     """
-    left = filtered(hosts, include, exclude)
-    if not left:
-        raise WherryError(f"{'--include' if include else '--exclude'} {include or exclude}: no slot is left")
-    return left
-
-
-def filtered(hosts: list[Host], include: str, exclude: str) -> list[Host]:
-    """What `select` selects, and be it nothing."""
     if include and exclude:
         raise WherryError("--include and --exclude cannot be given together; give one of them")
     if not include and not exclude:
@@ -108,7 +100,10 @@ def filtered(hosts: list[Host], include: str, exclude: str) -> list[Host]:
         Host(host.name, tuple(slot for slot in host.slots if (slot in named.get(host.name, ())) is bool(include)))
         for host in hosts
     ]
-    return [host for host in left if host.slots]
+    left = [host for host in left if host.slots]
+    if not left:
+        raise WherryError(f"{flag} {include or exclude}: no slot is left")
+    return left
 
 
 def _parse_filter(flag: str, text: str, hosts: dict[str, Host]) -> dict[str, tuple[int, ...]]:

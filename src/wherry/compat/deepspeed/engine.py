@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -87,8 +86,7 @@ class DeepSpeedEngine(Engine):
         super().__init__(*args, **kwargs)
         self._in_grad.watch()
         self._shown = ExitStack()
-        # Without waiting for the device: the norm of each step does.
-        self.tput_timer = ThroughputTimer(SimpleNamespace(enabled=True, synchronized=False), self.train_batch_size())
+        self.tput_timer = ThroughputTimer()
         if isinstance(self.optimizer, FP16_Optimizer | FP16_UnfusedOptimizer):
             self._update_on_zeros()
         if self._config.torch_autocast.enabled:
@@ -371,17 +369,13 @@ class DeepSpeedEngine(Engine):
 
     def forward_begins(self) -> None:
         self._shown.close()
-        if self.training:
-            self.tput_timer.start()
         super().forward_begins()
 
     def step(self, *given: Any, **named: Any) -> None:
         if self._accumulates:
             raise Misuse("step: it is illegal inside no_sync or coalesce_grad_reduction; call it when that has ended")
         self._shown.close()
-        boundary = self.is_gradient_accumulation_boundary()
         super().step(*given, **named)
-        self.tput_timer.stop(global_step=boundary)
 
     def save_checkpoint(  # transformers looks for the names of its arguments
         self,

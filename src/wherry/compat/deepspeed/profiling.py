@@ -59,14 +59,6 @@ class FlopsProfiler:
             print(self._count.table(module_depth, 0 if detailed else top_modules), file=file)
 
 
-class EngineProfile(FlopsProfiler):
-    """The forward of the step that an engine's config names in `flops_profiler`, as the engine has counted it."""
-
-    def __init__(self, engine: Any, count: FlopCount | None) -> None:
-        super().__init__(engine.module)
-        self._count = count or FlopCount()
-
-
 def _with_unit(number: float) -> str:
     """
     >>> _with_unit(2097152)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable
-from typing import Any
 
 from wherry.compat.deepspeed.accelerator import get_accelerator
 from wherry.compat.deepspeed.comm import get_rank
@@ -67,12 +66,8 @@ class SynchronizedWallClockTimer:
 class ThroughputTimer:
     """`engine.tput_timer`, of which scripts call `update_epoch_count`; the engine's own report has the rates."""
 
-    def __init__(self, *_: Any) -> None:
+    def __init__(self) -> None:
         self.epoch_count = 0
 
     def update_epoch_count(self) -> None:
         self.epoch_count += 1
-
-    def start(self) -> None: ...
-
-    def stop(self, global_step: bool) -> None: ...
