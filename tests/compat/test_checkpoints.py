@@ -1,4 +1,4 @@
-"""`save_checkpoint` and `load_checkpoint` of the alias's engine, DeepSpeed's own files, and universal checkpoints."""
+"""`save_checkpoint` and `load_checkpoint` of the alias's engine, and DeepSpeed's own files of every stage."""
 
 from __future__ import annotations
 
@@ -9,23 +9,20 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from tests.checkpoint.harness import Shape, assert_same, on, state_of, train
 from tests.compat.harness import engine_of
-from tests.compat.their_files import MODEL, adamw, write
+from tests.compat.their_files import GROUPS, MODEL, MOMENTS, adamw, write, write_universal
 
 import wherry
 from wherry.checkpoint.checks import read_manifest
 from wherry.checkpoint.format import RankFiles
 from wherry.cli import main
-from wherry.compat.deepspeed import universal
 from wherry.compat.deepspeed.engine import DeepSpeedEngine
 from wherry.compat.deepspeed.export import get_fp32_state_dict_from_zero_checkpoint
-from wherry.compat.deepspeed.universal import get_model_ckpt_name_for_rank, get_zero_ckpt_name_for_rank
 from wherry.parallel.comm import Comm
 from wherry.testing import run_ranks
 
@@ -61,9 +58,6 @@ def states() -> dict[str, torch.Tensor]:
 
 def write_stage_0(folder: Path, states: dict[str, torch.Tensor], flat: bool) -> None:
     """Write the one file of stage 0: states of each parameter by number, or (16 bits) end to end of each group."""
-    groups = [list(group["params"]) for group in adamw(MODEL.parameters()).param_groups]
-    names = {p: n for n, p in MODEL.named_parameters()}
-    moments = ("exp_avg", "exp_avg_sq")
     module: dict[str, torch.Tensor] = OrderedDict(
         (n, states[f"{n}:master"].view(t.shape) if f"{n}:master" in states else t)
         for n, t in MODEL.state_dict().items()
@@ -72,8 +66,8 @@ def write_stage_0(folder: Path, states: dict[str, torch.Tensor], flat: bool) -> 
     if flat:
         module = OrderedDict((n, t.bfloat16() if f"{n}:master" in states else t) for n, t in module.items())
         module["head.weight"] = module["embed.weight"]
-        flats = {s: [torch.cat([states[f"{names[p]}:{s}"] for p in g]) for g in groups] for s in ("master", *moments)}
-        state = {i: {"step": 6, **{m: flats[m][i] for m in moments}} for i in range(2)}
+        flats = {s: [torch.cat([states[f"{n}:{s}"] for n, _ in g]) for g in GROUPS] for s in ("master", *MOMENTS)}
+        state = {i: {"step": 6, **{m: flats[m][i] for m in MOMENTS}} for i in range(2)}
         inner = {
             "state": state,
             "param_groups": [{"lr": 0.5, "weight_decay": w, "params": [i]} for i, w in enumerate((0.1, 0.0))],
@@ -84,12 +78,12 @@ def write_stage_0(folder: Path, states: dict[str, torch.Tensor], flat: bool) -> 
         }  # fmt: skip
     else:
         state, listed = {}, []
-        for group, decay in zip(groups, (0.1, 0.0), strict=True):
+        for group, decay in zip(GROUPS, (0.1, 0.0), strict=True):
             first = len(state)
-            for parameter in group:
-                own = {m: states[f"{names[parameter]}:{m}"].view(parameter.shape) for m in moments}
-                # Of some of DeepSpeed's optimizers the last parameter has the count of its group.
-                state[len(state)] = {"step": 5 if parameter is group[-1] else 0, **own}
+            for name, shape in group:
+                own = {m: states[f"{name}:{m}"].view(shape) for m in MOMENTS}
+                # Some of DeepSpeed's optimizers leave the count of a group with its last parameter.
+                state[len(state)] = {"step": 5 if name == group[-1][0] else 0, **own}
             listed.append({"lr": 0.5, "weight_decay": decay, "step": 0, "params": list(range(first, len(state)))})
         optimizer = {"state": state, "param_groups": listed}
     tag = folder / "global_step5"
@@ -111,10 +105,10 @@ def steps_of(engine: DeepSpeedEngine, folder: Path) -> tuple[int, dict[str, int]
     return saved["steps"], saved["parameter_steps"]
 
 
-def loaded(folder: Path, out: Path) -> Body:
+def loaded(folder: Path, out: Path, tag: str = "global_step5") -> Body:
     def body(engine: DeepSpeedEngine, comm: Comm) -> Any:
         path, client_state = engine.load_checkpoint(folder)
-        assert path == str(folder / "global_step5") and client_state["epoch"] == 7 and engine.global_steps == 5
+        assert path == str(folder / tag) and client_state["epoch"] == 7 and engine.global_steps == 5
         assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.1, 0.0]
         assert engine.get_lr() == [0.5, 0.5] and "step" not in engine.optimizer.param_groups[0]
         return state_of(engine), steps_of(engine, out)
@@ -129,6 +123,27 @@ def test_theirs_of_stage_0(states: dict[str, torch.Tensor], flat: bool, tmp_path
     for found, steps in alias(loaded(tmp_path, tmp_path / "again"), ranks=2, stage=2):
         assert_same(states, found)
         assert steps == ((6 if flat else 5), {})
+
+
+@pytest.mark.parametrize(("stage", "ranks"), [(2, 3), (3, 1)])
+def test_theirs_universal(states: dict[str, torch.Tensor], stage: int, ranks: int, tmp_path: Path) -> None:
+    """Load universal checkpoints on other numbers of ranks, by `latest_universal` and by the tag."""
+    tag = "global_step5_universal"
+    write_universal(tmp_path, states, stage)
+
+    def body(engine: DeepSpeedEngine, comm: Comm) -> Any:
+        with pytest.raises(ValueError, match="holds no latest_universal"):
+            engine.load_checkpoint(tmp_path / "nowhere")
+        result = loaded(tmp_path, tmp_path / "again", tag)(engine, comm)
+        assert engine.load_checkpoint(tmp_path, tag)[0] == str(tmp_path / tag)
+        return result
+
+    for found, steps in alias(body, ranks=ranks, stage=4 - stage, checkpoint={"load_universal": True}):
+        assert_same(states, found)
+        assert steps == (5, {})
+    assert main(["import-deepspeed", str(tmp_path), str(tmp_path / "ours")]) == 0
+    manifest = read_manifest(tmp_path / "ours" / tag)
+    assert manifest.engine["loss_scale"]["scale"] == 64.0 and (tmp_path / "ours" / "latest").read_text() == tag
 
 
 def test_a_loss_scale_goes_on(states: dict[str, torch.Tensor], tmp_path: Path) -> None:
@@ -314,102 +329,3 @@ def test_the_files_of_the_optimizer_that_scripts_look_for(stage: int, bf16: bool
         assert saved["ds_config"]["zero_optimization"]["stage"] == stage and "safetensors" in saved["states"]
     # Nobody takes it for one of DeepSpeed's because of them.
     assert set(get_fp32_state_dict_from_zero_checkpoint(tmp_path)) == set(dict(PLAIN.named_parameters()))
-
-
-TRAINED = {name: p.shape for name, p in MODEL.named_parameters() if p.requires_grad}
-SCHEDULE = {"type": "WarmupLR", "params": {"warmup_max_lr": 0.01, "warmup_num_steps": 10}}
-
-
-def saved(folder: Path, stage: int, steps: int = 3) -> dict[str, torch.Tensor]:
-    def body(engine: DeepSpeedEngine, comm: Comm) -> Any:
-        train(engine, comm, steps)
-        engine.save_checkpoint(folder, "step", client_state={"epoch": 7})
-        return state_of(engine)
-
-    return alias(body, ranks=2, stage=stage, scheduler=SCHEDULE)[0]  # type: ignore[no-any-return]
-
-
-def convert(folder: Path) -> Path:
-    out = folder / "step_universal"
-    universal.main(SimpleNamespace(input_folder=str(folder / "step"), output_folder=str(out), num_extract_workers=1))
-    return out
-
-
-@pytest.mark.parametrize(("stage", "ranks"), [(1, 3), (3, 1)])
-def test_the_layout_and_a_load(stage: int, ranks: int, tmp_path: Path) -> None:
-    """Write what DeepSpeed reads, which cuts `param` for its ranks itself; load it by `latest_universal`."""
-    states = saved(tmp_path, stage)
-    convert(tmp_path)
-    out = convert(tmp_path)  # in the place of the one before
-    with pytest.raises(wherry.WherryError, match="step is there and is no universal checkpoint"):
-        universal.convert(out, tmp_path / "step")
-    assert (tmp_path / "latest_universal").read_text() == "step_universal"
-    assert {path.name for path in (out / "zero").iterdir() if path.is_dir()} == set(TRAINED)
-    for name, shape in TRAINED.items():
-        for file, state in (("fp32", "master"), ("exp_avg", "exp_avg"), ("exp_avg_sq", "exp_avg_sq")):
-            found = torch.load(out / "zero" / name / f"{file}.pt", weights_only=True)
-            assert found["cat_dim"] == 0 and torch.equal(found["param"], states[f"{name}:{state}"].view(shape))
-        assert torch.load(out / "zero" / name / "step.pt", weights_only=True) == 3
-    optimizer = torch.load(out / "zero" / "optimizer_state.pt", weights_only=True)
-    assert [(group["weight_decay"], group["params"]) for group in optimizer["param_groups"]] == [(0.1, [0]), (0.1, [1])]
-    # Of stage 3 the count is looked for in the first state.
-    assert optimizer["optimizer_state_dict"]["state"][0]["step"] == 3 and optimizer["ds_version"]
-    model = torch.load(get_model_ckpt_name_for_rank(out, "00"), weights_only=True)
-    assert (model["global_steps"], model["dp_world_size"], model["mp_world_size"], model["epoch"]) == (3, 2, 1, 7)
-    assert [set(shapes) for shapes in model["param_shapes"]] == [
-        {name for name, shape in TRAINED.items() if (len(shape) > 1) == matrix} for matrix in (True, False)
-    ]
-    assert model["shared_params"] == {"head.weight": "embed.weight"} and model["buffer_names"] == ["seen"]
-    assert "last_batch_iteration" in model["lr_scheduler"]
-    # At stage 3 nobody holds the whole model, there neither.
-    assert model["module"]["embed.weight"].numel() == (0 if stage == 3 else MODEL.embed.weight.numel())  # type: ignore[union-attr]
-    other = out / "zero_pp_rank_0_mp_rank_00_model_states.pt"
-    assert other.read_bytes() == Path(get_model_ckpt_name_for_rank(out, "00")).read_bytes()
-
-    def load(engine: DeepSpeedEngine, comm: Comm) -> Any:
-        with pytest.raises(ValueError, match="holds no latest_universal"):
-            engine.load_checkpoint(tmp_path / "nowhere")
-        path, client_state = engine.load_checkpoint(tmp_path)
-        assert path == str(out) and client_state["epoch"] == 7
-        assert engine.global_steps == 3 and steps_of(engine, tmp_path / "again") == (3, {})
-        assert engine.load_checkpoint(tmp_path, "step_universal")[0] == path
-        return state_of(engine)
-
-    for found in alias(load, ranks=ranks, stage=4 - stage, scheduler=SCHEDULE, checkpoint={"load_universal": True}):
-        assert_same(states, found)
-
-
-def test_moments_end_to_end_and_no_counts(tmp_path: Path) -> None:
-    """Read what DeepSpeed's stage 3 leaves: flat moments, and their count in the optimizer's first state."""
-    states = saved(tmp_path, 3)
-    out = convert(tmp_path)
-    for folder in (path for path in (out / "zero").iterdir() if path.is_dir()):
-        (folder / "step.pt").unlink()
-        for file in folder.glob("*.pt"):
-            torch.save(torch.load(file, weights_only=True)["param"].flatten(), file)
-    (out / "mp_rank_00_model_states.pt").unlink()
-
-    def body(engine: DeepSpeedEngine, comm: Comm) -> Any:
-        engine.load_checkpoint(tmp_path, "step_universal")
-        assert steps_of(engine, tmp_path / "again") == (3, {})
-        return state_of(engine)
-
-    assert_same(states, alias(body, stage=1, scheduler=SCHEDULE)[0])
-
-
-def test_of_deepspeed_s_own_and_by_the_command(tmp_path: Path) -> None:
-    """Turn what DeepSpeed has written into a universal one too, and that into one of Wherry's."""
-    name, weight = "a", torch.randn(2, 3)
-    tag = tmp_path / "step"
-    tag.mkdir()
-    model = {"module": {name: weight}, "param_shapes": [OrderedDict({name: weight.shape})], "global_steps": 4}
-    torch.save(model, tag / "mp_rank_00_model_states.pt")
-    inner = {"state": {0: {"step": 4, "exp_avg": torch.arange(6.0)}}, "param_groups": [{"lr": 0.5, "params": [0]}]}
-    rank = {"single_partition_of_fp32_groups": [weight.flatten()], "base_optimizer_state": inner}
-    torch.save({"optimizer_state_dict": rank}, get_zero_ckpt_name_for_rank(tag, 0, 0))
-    out = convert(tmp_path)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest_universal", "step", "step_universal"]
-    found = torch.load(out / "zero" / name / "exp_avg.pt", weights_only=True)["param"]
-    assert torch.equal(found, torch.arange(6.0).view(2, 3))
-    assert main(["import-deepspeed", str(tmp_path), str(tmp_path / "ours")]) == 0
-    assert (tmp_path / "ours" / "latest").read_text() == "step_universal"

@@ -1,4 +1,4 @@
-"""Checkpoints as DeepSpeed writes them at stages 1, 2 and 3."""
+"""Checkpoints as DeepSpeed writes them at stages 1, 2 and 3, and universal ones."""
 
 from __future__ import annotations
 
@@ -48,42 +48,47 @@ def foreign(*paths: str) -> Iterator[list[Any]]:
         yield classes
 
 
+TRAINED = [(n, p) for n, p in MODEL.named_parameters() if p.requires_grad]
+GROUPS = [[(n, p.shape) for n, p in TRAINED if (p.dim() > 1) == matrix] for matrix in (True, False)]
+OPTIONS: list[dict[str, Any]] = [{"lr": 0.5, "weight_decay": decay, "params": [0]} for decay in (0.1, 0.0)]
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
+
+def write_model(tag: Path, stage: int, ranks: int, rank: int = 0) -> None:
+    model: dict[str, Any] = {
+        "module": OrderedDict((n, torch.empty(0) if stage == 3 and n != "seen" else t)
+                              for n, t in MODEL.state_dict().items()),
+        "buffer_names": ["seen"], "param_shapes": [OrderedDict(group) for group in GROUPS],
+        "shared_params": {"head.weight": "embed.weight"}, "global_steps": 5, "skipped_steps": 0, "global_samples": 20,
+        "dp_world_size": ranks, "mp_world_size": 1, "lr_scheduler": {"last_batch_iteration": 4}, "ds_version": "0.19.8",
+        "frozen_param_shapes": None, "frozen_param_fragments": None, "ds_config": {}, "epoch": 7,
+    }  # fmt: skip
+    if stage == 3:
+        frozen = "blocks.1.up.bias"
+        whole = MODEL.get_parameter(frozen).detach()
+        size = -(-whole.numel() // ranks)
+        model["frozen_param_shapes"] = OrderedDict({frozen: whole.shape})
+        model["frozen_param_fragments"] = OrderedDict({frozen: whole[rank * size : (rank + 1) * size].clone()})
+    prefix = f"zero_pp_rank_{rank}_" if stage == 3 else ""
+    torch.save(model, tag / f"{prefix}mp_rank_00_model_states.pt")
+
+
 def write(folder: Path, states: dict[str, torch.Tensor], stage: int, ranks: int) -> None:
     """Write the states of an engine in the files that DeepSpeed's ranks would write."""
     tag = folder / "global_step5"
     tag.mkdir(parents=True)
     (folder / "latest").write_text("global_step5")
-    trained = [(n, p) for n, p in MODEL.named_parameters() if p.requires_grad]
-    groups = [[(n, p.shape) for n, p in trained if (p.dim() > 1) == matrix] for matrix in (True, False)]
-    model: dict[str, Any] = {
-        "module": OrderedDict((n, torch.empty(0) if stage == 3 and n != "seen" else t)
-                              for n, t in MODEL.state_dict().items()),
-        "buffer_names": ["seen"], "param_shapes": [OrderedDict(group) for group in groups],
-        "shared_params": {"head.weight": "embed.weight"}, "global_steps": 5, "skipped_steps": 0, "global_samples": 20,
-        "dp_world_size": ranks, "mp_world_size": 1, "lr_scheduler": {"last_batch_iteration": 4}, "ds_version": "0.19.8",
-        "frozen_param_shapes": None, "frozen_param_fragments": None, "ds_config": {}, "epoch": 7,
-    }  # fmt: skip
-    frozen = "blocks.1.up.bias"
     names = ("deepspeed.runtime.fp16.loss_scaler.LossScaler", "deepspeed.utils.tensor_fragment.fragment_address")
     with foreign(*names) as (scaler, address):
         scale = scaler()
         scale.cur_scale = 64.0
         for rank in range(ranks):
-            if stage == 3:
-                whole = MODEL.get_parameter(frozen).detach()
-                size = -(-whole.numel() // ranks)
-                model["frozen_param_shapes"] = OrderedDict({frozen: whole.shape})
-                model["frozen_param_fragments"] = OrderedDict({frozen: whole[rank * size : (rank + 1) * size].clone()})
-                torch.save(model, tag / f"zero_pp_rank_{rank}_mp_rank_00_model_states.pt")
-            elif rank == 0:
-                torch.save(model, tag / "mp_rank_00_model_states.pt")
-            flats = {s: _flats(states, groups, s, stage, rank, ranks) for s in ("master", "exp_avg", "exp_avg_sq")}
+            if stage == 3 or rank == 0:
+                write_model(tag, stage, ranks, rank)
+            flats = {s: _flats(states, GROUPS, s, stage, rank, ranks) for s in ("master", *MOMENTS)}
             inner = {
-                "state": {
-                    i: {"step": torch.tensor(5.0), "exp_avg": m, "exp_avg_sq": v}
-                    for i, (m, v) in enumerate(zip(flats["exp_avg"], flats["exp_avg_sq"], strict=True))
-                },
-                "param_groups": [{"lr": 0.5, "weight_decay": decay, "params": [0]} for decay in (0.1, 0.0)],
+                "state": {i: {"step": torch.tensor(5.0), **{m: flats[m][i] for m in MOMENTS}} for i in range(2)},
+                "param_groups": OPTIONS,
             }
             saved = {
                 "loss_scaler": scale, "zero_stage": stage, "mapping": address(),
@@ -92,6 +97,27 @@ def write(folder: Path, states: dict[str, torch.Tensor], stage: int, ranks: int)
             }  # fmt: skip
             file = tag / f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
             torch.save({"optimizer_state_dict": saved, "ds_version": "0.19.8"}, file)
+
+
+def write_universal(folder: Path, states: dict[str, torch.Tensor], stage: int) -> None:
+    """Write the states of an engine as `ds_to_universal` would; from stage 3 it leaves flat tensors without counts."""
+    tag = folder / "global_step5_universal"
+    for name, parameter in TRAINED:
+        (own := tag / "zero" / name).mkdir(parents=True)
+        for file, state in (("fp32", "master"), *zip(MOMENTS, MOMENTS, strict=True)):
+            whole = states[f"{name}:{state}"]
+            saved = whole.clone() if stage == 3 else {"param": whole.view(parameter.shape).clone(), "cat_dim": 0}
+            torch.save(saved, own / f"{file}.pt")
+        if stage < 3:
+            torch.save(5, own / "step.pt")
+    inner = {"state": {0: {"step": torch.tensor(5.0)}}, "param_groups": OPTIONS}
+    with foreign("deepspeed.runtime.fp16.loss_scaler.LossScaler") as (scaler,):
+        scale = scaler()
+        scale.cur_scale = 64.0
+        optimizer = {"param_groups": OPTIONS, "optimizer_state_dict": inner, "loss_scaler": scale, "zero_stage": stage}
+        torch.save(optimizer, tag / "zero" / "optimizer_state.pt")
+    write_model(tag, stage, 1)
+    (folder / "latest_universal").write_text(tag.name)
 
 
 def _flats(states: Any, groups: Any, state: str, stage: int, rank: int, ranks: int) -> list[torch.Tensor]:

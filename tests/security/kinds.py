@@ -231,8 +231,7 @@ def two_ranks() -> dict[str, Any]:
 def universal() -> dict[str, Any]:
     """Make the files of a universal checkpoint, by name."""
     shapes = {"a": (4, 3), "b": (3,)}
-    scale = {"scale": 2.0, "patience": 1, "good_steps": 0}
-    optimizer = {"param_groups": [{"lr": 0.5, "params": [0]}], "loss_scale": scale}
+    optimizer = {"param_groups": [{"lr": 0.5, "params": [0]}], "optimizer_state_dict": {"state": {0: {"step": 5}}}}
     files = {MODEL: {"module": {}, "param_shapes": [shapes]}, "zero/optimizer_state.pt": optimizer}
     for name, shape in shapes.items():
         files |= {f"zero/{name}/{kind}.pt": {"param": torch.ones(shape), "cat_dim": 0} for kind in ("fp32", "exp_avg")}

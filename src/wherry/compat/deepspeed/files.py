@@ -1,7 +1,7 @@
-"""The files of a DeepSpeed checkpoint: read without running anything in them, and of the form that they should have.
+"""Read the files of a DeepSpeed checkpoint: run nothing in them, and validate their form.
 
-They are pickles. torch reads them as `weights_only`, and the few classes of DeepSpeed's that stand in them are replaced
-by inert ones. What is read is a `ModelFile` or an `OptimizerStates` before anything is done with it.
+They are pickles. torch reads them with `weights_only`, and inert classes replace the few of DeepSpeed's that stand in
+them.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Annotated, Any, TypeVar
 
 import torch
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
-from typing_extensions import TypedDict
 
 from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.files import DTYPES, Count
@@ -22,14 +21,19 @@ from wherry.checkpoint.format import Shape
 from wherry.errors import one_line
 from wherry.regular import open_regular
 
-# Of what stands beside tensors: far more than anyone keeps there.
+# Keys that Megatron-DeepSpeed imports for what it adds to a client state, with DeepSpeed's values.
+UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
+UNIVERSAL_CHECKPOINT_VERSION_KEY, UNIVERSAL_CHECKPOINT_VERSION_VALUE = "universal_checkpoint_version", 0.4
+ORIGINAL_VOCAB_SIZE, PADDED_VOCAB_SIZE = "original_vocab_size", "padded_vocab_size"
+
+# Limits of values beside tensors, far above those of any run.
 _MOST_VALUES, _DEEPEST = 1_000_000, 64
-# Tied weights stand in a file once, and under several names.
+# Tied weights stand in a file once, under several names.
 _MOST_NAMES_OF_A_BYTE = 8
 
 
 class _Inert:
-    """Takes whatever a pickle gives it, and does nothing."""
+    """A class that takes what a pickle gives it, and does nothing."""
 
     def __init__(self, *arguments: Any) -> None:
         self.arguments = arguments
@@ -50,8 +54,8 @@ _STAND_INS = {
 }
 
 
-def read(path: Path) -> Any:
-    """A file, without running anything in it."""
+def _load(path: Path) -> Any:
+    """Load a file without running anything in it."""
     safe: list[Any] = [(stand_in, name) for name, stand_in in _STAND_INS.items()]
     try:
         _check_archive(path)
@@ -60,15 +64,14 @@ def read(path: Path) -> Any:
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
     except Exception as error:
-        told = str(error).splitlines()[0] if str(error) else type(error).__name__
-        foreign = re.search(r"GLOBAL (\S+)", str(error))
-        if foreign:
-            told = f"it holds an object of {foreign[1]}, which is not loaded: nothing in a checkpoint is run"
-        raise CheckpointError(f"{path} cannot be read: {one_line(told)}") from None
+        why = str(error).splitlines()[0] if str(error) else type(error).__name__
+        if foreign := re.search(r"GLOBAL (\S+)", str(error)):
+            why = f"it holds an object of {foreign[1]}, which is not loaded: nothing in a checkpoint is run"
+        raise CheckpointError(f"{path} cannot be read: {one_line(why)}") from None
 
 
 def _check_archive(path: Path) -> None:
-    """torch takes as much memory for a record as the archive says that it has, and writes records as they are."""
+    """Refuse records that are compressed or longer than the file, since torch allocates the length they declare."""
     with os.fdopen(open_regular(path), "rb") as file:
         length = os.fstat(file.fileno()).st_size
         for record in zipfile.ZipFile(file).infolist():
@@ -76,19 +79,22 @@ def _check_archive(path: Path) -> None:
                 raise ValueError(f"its record {record.filename} is not as torch stores one")
 
 
-# What the files hold.
+# Validators.
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    kind = f"{type(tensor).__name__} of {tensor.dtype}, {tensor.layout} on {tensor.device}"
-    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.dtype not in DTYPES:
-        raise ValueError(f"expected a plain tensor, got a {kind}")
-    if tensor.layout is not torch.strided or tensor.device.type != "cpu" or tensor.is_conj() or tensor.is_neg():
+    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.dtype in DTYPES
+    if not is_plain or tensor.layout is not torch.strided or tensor.device.type != "cpu" or _is_lazy(tensor):
+        kind = f"{type(tensor).__name__} of {tensor.dtype}, {tensor.layout} on {tensor.device}"
         raise ValueError(f"expected a plain tensor, got a {kind}")
     stored = tensor.untyped_storage().nbytes()
     if tensor.nbytes > stored:
         raise ValueError(f"expected {tensor.nbytes:,} bytes in the file, got {stored:,}")
     return tensor.detach()
+
+
+def _is_lazy(tensor: torch.Tensor) -> bool:
+    return tensor.is_conj() or tensor.is_neg()
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -98,7 +104,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _state(value: Any) -> Any:
-    """Of an optimizer's states those with an element for each of the weight's are tensors in one dim."""
+    """Check a state of a flat: a tensor has one element for each of the weight's."""
     return _flat(_plain(value)) if isinstance(value, torch.Tensor) and value.dim() else value
 
 
@@ -110,14 +116,14 @@ def _whole_state(value: Any) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """A count as whoever wrote it had it: as a float, or as a tensor with one element."""
+    """Convert a count that was saved as a float or as a tensor with one element."""
     if isinstance(value, torch.Tensor) and value.dim() == 0:
         value = _plain(value).item()
     return int(value) if isinstance(value, float) and value.is_integer() else value
 
 
 def _small(value: Any) -> Any:
-    """Values that end, however often they stand in each other."""
+    """Refuse values without end: too many, or too deep in each other."""
     waiting, seen = [(value, 0)], 0
     while waiting:
         inner, depth = waiting.pop()
@@ -153,9 +159,12 @@ Plain = Annotated[torch.Tensor, AfterValidator(_plain)]
 Flat = Annotated[Plain, AfterValidator(_flat)]
 Small = Annotated[Any, AfterValidator(_small)]
 Listed = Annotated[list[Item], BeforeValidator(_listed)]
-# What some versions leave out, others have as None.
+# Some versions leave out what others save as None.
 _NoneIsEmpty = BeforeValidator(lambda value: () if value is None else value)
 Named = Annotated[dict[Name, Item], BeforeValidator(lambda value: {} if value is None else value)]
+
+
+# Forms of the files.
 
 
 class _Form(BaseModel):
@@ -163,19 +172,19 @@ class _Form(BaseModel):
 
 
 class ModelFile(_Form):
-    """`*_model_states.pt`. What is in it besides is the client state, or nothing that is needed."""
+    """`*_model_states.pt`; other entries are the client state, or not needed."""
 
     __pydantic_extra__: dict[str, Small] = Field(init=False)
 
     module: dict[Name, Plain]
     buffer_names: Annotated[Listed[Name], _NoneIsEmpty] = Field(default_factory=list)
-    # Of each group of trained parameters.
+    # One item for each group of trained parameters.
     param_shapes: Annotated[Listed[dict[Name, Shape]], _NoneIsEmpty] = Field(default_factory=list)
     frozen_param_shapes: Named[Shape] = Field(default_factory=dict)
     frozen_param_fragments: Named[Plain] = Field(default_factory=dict)
     shared_params: Named[Name] = Field(default_factory=dict)
     lr_scheduler: Small = None
-    # At stage 0 the optimizer is in this file; read with `read_whole_optimizer`.
+    # The optimizer of stage 0, which `whole_optimizer` reads.
     optimizer: dict[Any, Any] | None = None
     global_steps: Count = 0
     skipped_steps: Count = 0
@@ -185,7 +194,7 @@ class ModelFile(_Form):
 
 
 class _Kept(_Form):
-    """What an optimizer keeps: the count of updates, numbers, and tensors with an element for each of the weight's."""
+    """The states of one tensor: a count of updates, numbers, and tensors."""
 
     step: Annotated[Count, BeforeValidator(_number)] = 0
 
@@ -195,9 +204,15 @@ class _Kept(_Form):
 
 
 class States(_Kept):
-    """Of one flat."""
+    """The states of one flat."""
 
     __pydantic_extra__: dict[StateName, Annotated[Any, AfterValidator(_state)]] = Field(init=False)
+
+
+class WholeStates(_Kept):
+    """The states of one parameter, in its shape."""
+
+    __pydantic_extra__: dict[StateName, Annotated[Any, AfterValidator(_whole_state)]] = Field(init=False)
 
 
 class BaseState(BaseModel):
@@ -208,7 +223,7 @@ class BaseState(BaseModel):
 
 
 class OptimizerStates(_Form):
-    """The states of a rank in `*_optim_states.pt`: at stage 3 under other names than at stages 1 and 2."""
+    """One rank's part in `*_optim_states.pt`; stage 3 has other names than stages 1 and 2."""
 
     fp32_flat_groups: Listed[Flat] | None = None
     single_partition_of_fp32_groups: Listed[Flat] | None = None
@@ -217,28 +232,19 @@ class OptimizerStates(_Form):
     loss_scaler: Any = None
 
 
-class OptimizerFile(_Form):
+class _OptimizerFile(_Form):
     optimizer_state_dict: OptimizerStates
 
 
-# At stage 0 whole tensors are kept: of each parameter, or of each group with its parameters end to end.
-
-
-class WholeStates(_Kept):
-    """Of one parameter, in its shape."""
-
-    __pydantic_extra__: dict[StateName, Annotated[Any, AfterValidator(_whole_state)]] = Field(init=False)
-
-
-class WholeState(BaseModel):
-    model_config = ConfigDict(arbitrary_types_allowed=True)
+class WholeState(_Form):
+    """The optimizer of stage 0 with states of each parameter."""
 
     state: dict[int, WholeStates]
     param_groups: Listed[dict[str, Small]]
 
 
 class WholeOptimizer(_Form):
-    """`FP16_Optimizer`'s, which other 16-bit dtypes have as well."""
+    """The optimizer of stage 0 in 16 bits, DeepSpeed's `FP16_Optimizer`, with flats of each group."""
 
     fp32_groups_flat: Listed[Flat]
     optimizer_state_dict: BaseState
@@ -248,74 +254,59 @@ class WholeOptimizer(_Form):
     scale_window: Annotated[Count, Field(ge=1)] = 1
 
 
-# A universal checkpoint has a folder for each parameter, with a file for each of its states.
-
-
-class Scale(TypedDict):
-    scale: Annotated[float, Field(gt=0, allow_inf_nan=False)]
-    patience: Count
-    good_steps: Annotated[int, Field(strict=True, ge=-1)]
-
-
 class UniversalOptimizer(_Form):
-    """`zero/optimizer_state.pt`."""
+    """`zero/optimizer_state.pt` of a universal checkpoint."""
 
     param_groups: Listed[dict[str, Small]]
     optimizer_state_dict: BaseState | None = None
     loss_scaler: Any = None
-    loss_scale: Scale | None = None  # what Wherry has written
 
 
-class _UniversalTensor(_Form):
+class _UniversalState(_Form):
     param: Plain
-
-
-def read_model(path: Path) -> ModelFile:
-    found = _formed(ModelFile, path)
-    if sum(tensor.nbytes for tensor in found.module.values()) > _MOST_NAMES_OF_A_BYTE * path.stat().st_size:
-        raise CheckpointError(f"{path}: module: many of its tensors are the same bytes of the file")
-    return found
-
-
-def read_optimizer(path: Path) -> OptimizerStates:
-    return _formed(OptimizerFile, path).optimizer_state_dict
-
-
-def read_whole_optimizer(model: ModelFile, path: Path) -> WholeOptimizer | WholeState | None:
-    """The optimizer of stage 0; None where there is none."""
-    if not model.optimizer:
-        return None
-    form: type[WholeOptimizer | WholeState] = WholeOptimizer if "fp32_groups_flat" in model.optimizer else WholeState
-    return _checked(form, model.optimizer, path)
-
-
-def read_universal_optimizer(path: Path) -> UniversalOptimizer:
-    return _formed(UniversalOptimizer, path)
-
-
-def read_universal_state(path: Path) -> torch.Tensor:
-    """A state of one parameter: in its shape, or flat as stage 3 has it."""
-    found = read(path)
-    value = found if isinstance(found, torch.Tensor) else None
-    return _checked(_UniversalTensor, {"param": value} if value is not None else found, path).param
-
-
-def read_universal_step(path: Path) -> int:
-    return _checked(States, {"step": read(path)}, path).step
 
 
 Form = TypeVar("Form", bound=BaseModel)
 
 
-def _formed(form: type[Form], path: Path) -> Form:
-    return _checked(form, read(path), path)
+def read_model(path: Path) -> ModelFile:
+    model = read_valid(ModelFile, path)
+    if sum(tensor.nbytes for tensor in model.module.values()) > _MOST_NAMES_OF_A_BYTE * path.stat().st_size:
+        raise CheckpointError(f"{path}: module: many of its tensors are the same bytes of the file")
+    return model
 
 
-def _checked(form: type[Form], value: Any, path: Path) -> Form:
+def read_optimizer(path: Path) -> OptimizerStates:
+    return read_valid(_OptimizerFile, path).optimizer_state_dict
+
+
+def whole_optimizer(model: ModelFile, path: Path) -> WholeOptimizer | WholeState | None:
+    """Validate the optimizer of stage 0; None without one of a known form."""
+    saved = model.optimizer or {}
+    if "fp32_groups_flat" in saved:
+        return _validate(WholeOptimizer, saved, path)
+    return _validate(WholeState, saved, path) if "state" in saved else None
+
+
+def read_universal_state(path: Path) -> torch.Tensor:
+    """Read a state of one parameter: in its shape, or the bare flat tensor that stage 3 leaves."""
+    value = _load(path)
+    return _validate(_UniversalState, {"param": value} if isinstance(value, torch.Tensor) else value, path).param
+
+
+def read_universal_step(path: Path) -> int:
+    return _validate(States, {"step": _load(path)}, path).step
+
+
+def read_valid(form: type[Form], path: Path) -> Form:
+    return _validate(form, _load(path), path)
+
+
+def _validate(form: type[Form], value: Any, path: Path) -> Form:
     try:
         return form.model_validate(value)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False, include_context=False)[0]
         where = "".join(f"{one_line(str(part))}: " for part in first["loc"] if part != "[key]")
-        told = first["msg"].removeprefix("Value error, ")
-        raise CheckpointError(f"{path}: {where}{told[:1].lower()}{told[1:]}") from None
+        why = first["msg"].removeprefix("Value error, ")
+        raise CheckpointError(f"{path}: {where}{why[:1].lower()}{why[1:]}") from None
