@@ -1,7 +1,4 @@
-"""`deepspeed.utils.zero_to_fp32`: a checkpoint's fp32 weights, for programs that know nothing of its ranks.
-
-The checkpoints are Wherry's. They are read a tensor at a time, and checked before.
-"""
+"""`deepspeed.utils.zero_to_fp32`: export the whole fp32 weights of Wherry's checkpoints, a tensor at a time."""
 
 from __future__ import annotations
 
@@ -33,47 +30,28 @@ from wherry.errors import WherryError
 from wherry.observe.log import say
 from wherry.plan.quantities import parse_bytes
 
-
-class LazyTensor:
-    """A weight of a checkpoint that is read when `contiguous()` is called."""
-
-    def __init__(self, folder: Path, manifest: Manifest, name: str, entry: Entry) -> None:
-        self._folder, self._manifest, self._name = folder, manifest, name
-        self.shape = torch.Size(entry.shape)
-        self.dtype = exporting.exported_dtype(entry, torch.float32)
-
-    def numel(self) -> int:
-        return self.shape.numel()
-
-    def contiguous(self) -> torch.Tensor:
-        with CheckpointReader(self._folder, self._manifest) as source:
-            return source.tensor(self._name, WEIGHT, self.dtype)
+Folder = str | os.PathLike[str]
 
 
 def get_fp32_state_dict_from_zero_checkpoint(
-    checkpoint_dir: str | os.PathLike[str],
-    tag: str | None = None,
-    exclude_frozen_parameters: bool = False,
-    lazy_mode: bool = False,
-) -> dict[str, Any]:
-    """The fp32 weights of the checkpoint `tag`, or of the latest, by name; buffers in their own dtype.
+    checkpoint_dir: Folder, tag: str | None = None, exclude_frozen_parameters: bool = False
+) -> dict[str, torch.Tensor]:
+    """Read the fp32 weights of the checkpoint `tag`, or of the latest, by name; buffers keep their dtype.
 
-    Tied weights are one tensor under each of their names. With `lazy_mode` each is read by its `contiguous()`.
+    Tied weights are one tensor under each of their names.
     """
-    folder, manifest, entries = _open(checkpoint_dir, tag, exclude_frozen_parameters)
-    found: dict[str, Any] = {}
+    folder, manifest = _find(checkpoint_dir, tag)
+    entries = exporting.exported_entries(folder, manifest, exclude_frozen=exclude_frozen_parameters)
+    weights: dict[str, torch.Tensor] = {}
     with CheckpointReader(folder, manifest) as source:
         for name, entry in entries.items():
-            value: Any = LazyTensor(folder, manifest, name, entry)
-            if not lazy_mode:
-                value = source.tensor(name, WEIGHT, value.dtype)
-            found.update(dict.fromkeys((name, *entry.aliases), value))
-    return found
+            weights.update(dict.fromkeys((name, *entry.aliases), _read(source, name, entry)))
+    return weights
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
-    checkpoint_dir: str | os.PathLike[str],
-    output_dir: str | os.PathLike[str],
+    checkpoint_dir: Folder,
+    output_dir: Folder,
     max_shard_size: str | int | None = "5GB",
     safe_serialization: bool = False,
     tag: str | None = None,
@@ -81,50 +59,49 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 ) -> None:
     """Write the fp32 weights to `output_dir`: as torch.save's files, or as safetensors with `safe_serialization`.
 
-    No more than one tensor of a safetensors file, or one of torch.save's files, is in memory.
+    At most one tensor of a safetensors file, or one of torch.save's files, is in memory.
     """
     size = sys.maxsize
     if max_shard_size is not None:
-        given = f"{max_shard_size}B" if isinstance(max_shard_size, int) else max_shard_size
-        size = parse_bytes(given, "max_shard_size")
-    out = Path(output_dir)
-    folder, manifest, entries = _open(checkpoint_dir, tag, exclude_frozen_parameters, check=not safe_serialization)
+        text = f"{max_shard_size}B" if isinstance(max_shard_size, int) else max_shard_size
+        size = parse_bytes(text, "max_shard_size")
+    out, exclude = Path(output_dir), exclude_frozen_parameters
+    folder, manifest = _find(checkpoint_dir, tag, check=not safe_serialization)
     if safe_serialization:
-        exporting.export(
-            folder, out, dtype=torch.float32, max_shard_size=size, exclude_frozen=exclude_frozen_parameters
-        )
+        exporting.export(folder, out, dtype=torch.float32, max_shard_size=size, exclude_frozen=exclude)
         return
+    entries = exporting.exported_entries(folder, manifest, exclude_frozen=exclude)
     parts = list(_shards(entries, size))
     files = [f"pytorch_model-{number:05}-of-{len(parts):05}.bin" for number in range(1, len(parts) + 1)]
     if len(parts) == 1:
         files = ["pytorch_model.bin"]
-    places: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     total = 0
     with CheckpointReader(folder, manifest) as source:
         for file, names in zip(files, parts, strict=True):
             weights: dict[str, torch.Tensor] = {}
             for name in names:
-                tensor = source.tensor(name, WEIGHT, exporting.exported_dtype(entries[name], torch.float32))
+                tensor = _read(source, name, entries[name])
                 total += tensor.nbytes
                 weights.update(dict.fromkeys((name, *entries[name].aliases), tensor))
             exporting.write_torch(weights, out / file)
-            places.update(dict.fromkeys(weights, file))
+            file_of.update(dict.fromkeys(weights, file))
     if len(parts) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": places}
+        index = {"metadata": {"total_size": total}, "weight_map": file_of}
         write_text(out / "pytorch_model.bin.index.json", json.dumps(index, indent=2) + "\n")
 
 
-def load_state_dict_from_zero_checkpoint(
-    model: nn.Module, checkpoint_dir: str | os.PathLike[str], tag: str | None = None
-) -> nn.Module:
+def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Folder, tag: str | None = None) -> nn.Module:
     """Load a checkpoint's weights into `model`, on the host, a tensor at a time; returns the model.
 
-    A model that an engine trains is taken out of it first, for which every rank makes the call. Tensors that the model
-    has and the checkpoint has not stay as they are.
+    A model that an engine trains is taken out of it first, for which every rank makes the call. Tensors that are not
+    in the checkpoint keep their values.
     """
     from wherry.compat.deepspeed.engine import give_back
 
-    folder, manifest, entries = _open(checkpoint_dir, tag, partial=True)
+    folder, manifest = _find(checkpoint_dir, tag)
+    without_frozen = bool(manifest.engine.get("frozen_excluded"))
+    entries = exporting.exported_entries(folder, manifest, exclude_frozen=without_frozen)
     give_back(model)
     model.cpu()
     own = {name: tensor.shape for name, tensor in model.state_dict().items()}
@@ -141,43 +118,37 @@ def load_state_dict_from_zero_checkpoint(
         raise CheckpointError(f"{folder}: the model has none of its {len(entries)} tensors; give the trained one")
     with CheckpointReader(folder, manifest) as source:
         for name, entry in entries.items():
-            value = source.tensor(name, WEIGHT, exporting.exported_dtype(entry, torch.float32))
-            model.load_state_dict(dict.fromkeys(names[name], value), strict=False)
-    strange = [name for name in entries if not names[name]]
-    missing = sorted(set(own) - {each for found in names.values() for each in found})
-    for found, what in ((strange, "the model has no"), (missing, "the checkpoint has no")):
-        if found:
-            say("load_state_dict_from_zero_checkpoint: %s %s", what, ", ".join(found[:8]))
+            model.load_state_dict(dict.fromkeys(names[name], _read(source, name, entry)), strict=False)
+    unused = [name for name in entries if not names[name]]
+    missing = sorted(set(own) - {each for loaded in names.values() for each in loaded})
+    for listed, what in ((unused, "the model has no"), (missing, "the checkpoint has no")):
+        if listed:
+            say("load_state_dict_from_zero_checkpoint: %s %s", what, ", ".join(listed[:8]))
     return model
 
 
-def _open(
-    checkpoint_dir: str | os.PathLike[str],
-    tag: str | None,
-    exclude_frozen: bool = False,
-    *,
-    check: bool = True,
-    partial: bool = False,
-) -> tuple[Path, Manifest, dict[str, Entry]]:
-    """A checkpoint's folder, its manifest, and what of it is wanted."""
+def _find(checkpoint_dir: Folder, tag: str | None, *, check: bool = True) -> tuple[Path, Manifest]:
+    """Find a checkpoint's folder, and read its manifest; `check` verifies every byte."""
     given = Path(checkpoint_dir)
     if tag is not None and not (given / tag).is_dir():
         there = ", ".join(folders.newest_first(given)) or "none"
         raise CheckpointError(f"{given} holds no checkpoint {tag}; those that are there: {there}")
-    place = given if tag is None else given / folders.check_tag(tag)
-    if is_theirs(place) or is_theirs(place / (folders.read_latest(place) or ".")):
+    path = given if tag is None else given / folders.check_tag(tag)
+    if is_theirs(path) or is_theirs(path / (folders.read_latest(path) or ".")):
         raise CheckpointError(
-            f"{place} holds a checkpoint that DeepSpeed has written; turn it into one of Wherry's first: "
+            f"{path} holds a checkpoint that DeepSpeed has written; turn it into one of Wherry's first: "
             f"wherry import-deepspeed {given} OUT"
         )
-    folder = exporting.find(place)
-    manifest = exporting.verified(folder) if check else read_manifest(folder)
-    left_out = partial and bool(manifest.engine.get("frozen_excluded"))
-    return folder, manifest, exporting.exported_entries(folder, manifest, exclude_frozen=exclude_frozen or left_out)
+    folder = exporting.find(path)
+    return folder, exporting.verified(folder) if check else read_manifest(folder)
+
+
+def _read(source: CheckpointReader, name: str, entry: Entry) -> torch.Tensor:
+    return source.tensor(name, WEIGHT, exporting.exported_dtype(entry, torch.float32))
 
 
 def _shards(entries: dict[str, Entry], size: int) -> Iterator[list[str]]:
-    """Names, in files of at most `size` bytes; a larger tensor has one of its own."""
+    """Split the names into files of at most `size` bytes; a larger tensor has a file of its own."""
     names: list[str] = []
     held = 0
     for name, entry in entries.items():
@@ -190,47 +161,38 @@ def _shards(entries: dict[str, Entry], size: int) -> Iterator[list[str]]:
     yield names
 
 
-# Programs that look into a checkpoint's files, as Lightning does for what it has saved beside the weights, find files
-# of torch's made for them, with all that DeepSpeed's have but tensors of weights and of optimizer state.
+# Lightning's converter loads the client state and the stage from these files.
 
 
-def get_model_state_file(checkpoint_dir: str | os.PathLike[str], zero_stage: int = 0) -> str:
-    """A file for `torch.load` with the client state and the counts of a checkpoint.
+def get_model_state_file(checkpoint_dir: Folder, zero_stage: int = 0) -> str:
+    """Find the file with a checkpoint's client state and counts.
 
-    It is the one in its folder. Where `import wherry` has saved there is none: then one is made, without weights, which
-    lasts as long as the process.
+    `import wherry` saves none: a temporary one without weights is written then, which lasts as long as the process.
     """
-    there = _there(checkpoint_dir, ("zero_pp_rank_0_" if zero_stage == 3 else "") + "mp_rank_00_model_states.pt")
-    if there:
-        return there[0]
-    folder, manifest, _ = _open(checkpoint_dir, None, check=False)
+    prefix = "zero_pp_rank_0_" if zero_stage == 3 else ""
+    if (path := Path(checkpoint_dir, f"{prefix}mp_rank_00_model_states.pt")).exists():
+        return str(path)
+    folder, manifest = _find(checkpoint_dir, None, check=False)
     with CheckpointReader(folder, manifest) as source:
-        return _made_for(folder, "mp_rank_00_model_states.pt", universal.model_states(manifest, source))
+        return _write_temporary(folder, path.name, universal.model_states(manifest, source))
 
 
-def get_optim_files(checkpoint_dir: str | os.PathLike[str]) -> list[str]:
-    """Files for `torch.load` that say at which stage a checkpoint was saved and by how many ranks, in their order.
+def get_optim_files(checkpoint_dir: Folder) -> list[str]:
+    """List the files with a checkpoint's stage and number of ranks, by rank; one is written where none is saved."""
 
-    They are those in its folder; where `import wherry` has saved, one that is made as above.
-    """
-    there = _there(checkpoint_dir, "*_optim_states.pt")
-    if there:
-        return there
-    folder, manifest, _ = _open(checkpoint_dir, None, check=False)
-    stage = int(manifest.config.get("zero_optimization", {}).get("stage", 0))
-    states = universal.optimizer_states(stage, manifest.world_size, manifest.config)
-    return [_made_for(folder, "zero_pp_rank_0_mp_rank_00_optim_states.pt", states)]
-
-
-def _there(checkpoint_dir: str | os.PathLike[str], pattern: str) -> list[str]:
-    def order(path: str) -> list[Any]:
+    def by_number(path: str) -> list[Any]:
         return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)]
 
-    return sorted(map(str, Path(checkpoint_dir).glob(pattern)), key=order)
+    if paths := sorted(map(str, Path(checkpoint_dir).glob("*_optim_states.pt")), key=by_number):
+        return paths
+    folder, manifest = _find(checkpoint_dir, None, check=False)
+    stage = int(manifest.config.get("zero_optimization", {}).get("stage", 0))
+    states = universal.optimizer_states(stage, manifest.world_size, manifest.config)
+    return [_write_temporary(folder, "zero_pp_rank_0_mp_rank_00_optim_states.pt", states)]
 
 
-def _made_for(folder: Path, name: str, value: dict[str, Any]) -> str:
-    """`value` in a file of torch's, beside nobody's checkpoint: what is not in a manifest has no place there."""
+def _write_temporary(folder: Path, name: str, value: dict[str, Any]) -> str:
+    """Write a file outside the checkpoint, whose manifest lists all of its own."""
     made = Path(tempfile.mkdtemp(prefix=f"wherry-{folder.name}-"))
     atexit.register(shutil.rmtree, made, ignore_errors=True)
     torch.save(value, made / name)
@@ -238,7 +200,7 @@ def _made_for(folder: Path, name: str, value: dict[str, Any]) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command `zero_to_fp32.py`."""
+    """Run the command `zero_to_fp32.py`."""
     parser = argparse.ArgumentParser(
         prog="zero_to_fp32.py", description="Write a checkpoint's weights in fp32, whole, for other programs."
     )
@@ -249,18 +211,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-t", "--tag", help="checkpoint, like global_step1 (default: the latest)")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave frozen parameters out")
     parser.add_argument("-d", "--debug", action="store_true", help="show where an error comes from")
-    given = parser.parse_args(argv)
+    arguments = vars(parser.parse_args(argv))
+    debug = arguments.pop("debug")
     try:
-        convert_zero_checkpoint_to_fp32_state_dict(
-            given.checkpoint_dir,
-            given.output_dir,
-            max_shard_size=given.max_shard_size,
-            safe_serialization=given.safe_serialization,
-            tag=given.tag,
-            exclude_frozen_parameters=given.exclude_frozen_parameters,
-        )
+        convert_zero_checkpoint_to_fp32_state_dict(**arguments)
     except (WherryError, OSError) as error:
-        if given.debug:
+        if debug:
             raise
         print(f"zero_to_fp32: {error}", file=sys.stderr)
         return 2
