@@ -15,9 +15,8 @@ from wherry.config.blocks import ActivationCheckpointing
 
 @pytest.fixture(autouse=True)
 def nothing_configured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(checkpointing, "_asked", None)
-    monkeypatch.setattr(checkpointing, "mpu", None)
-    monkeypatch.setattr(checkpointing, "deepspeed_checkpointing_enabled", False)
+    monkeypatch.setattr(checkpointing, "_settings", None)
+    monkeypatch.setattr(checkpointing, "_mpu", None)
     yield
     checkpointing.get_cuda_rng_tracker().reset()
 
@@ -29,12 +28,12 @@ def block_of(**given: Any) -> ActivationCheckpointing:
 
 
 def test_what_is_configured_reaches_the_engine() -> None:
-    assert not checkpointing.is_configured() and checkpointing.PARTITION_ACTIVATIONS is False
+    assert not checkpointing.is_configured() and block_of(profile=True).policy is None
     with pytest.raises(AssertionError, match="number of layers"):
         checkpointing.configure(partition_activations=True, contiguous_checkpointing=True)
-    assert not checkpointing.is_configured() and not checkpointing.deepspeed_checkpointing_enabled
+    assert not checkpointing.is_configured()
     checkpointing.configure(partition_activations=True)
-    assert checkpointing.is_configured() and checkpointing.PARTITION_ACTIVATIONS is True
+    assert checkpointing.is_configured()
     block = block_of(profile=True)
     assert (block.partition_activations, block.profile, block.resolved_policy()) == (True, True, "none")
     checkpointing.configure(checkpoint_in_cpu=True, partition_activations=False)
@@ -42,10 +41,11 @@ def test_what_is_configured_reaches_the_engine() -> None:
     assert (block.partition_activations, block.cpu_checkpointing) == (False, True)
     config = {"activation_checkpointing": {"cpu_checkpointing": True, "profile": True}}
     checkpointing.configure(deepspeed_config=config, profile=False)
-    assert checkpointing.deepspeed_checkpointing_enabled
     block = block_of()
     assert (block.cpu_checkpointing, block.profile, block.resolved_policy()) == (True, False, "none")
     assert block_of(policy="recompute").policy == "recompute"
+    with pytest.raises(NotImplementedError, match="set_num_layers is not part of Wherry"):
+        checkpointing.set_num_layers(2)
 
 
 def test_checkpoints_of_older_scripts() -> None:

@@ -1,4 +1,4 @@
-"""`deepspeed.checkpointing`: activation checkpoints in the model's own code, kept as scripts say for the process."""
+"""`deepspeed.checkpointing`: activation checkpoints in a model's code, and their settings for the process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 import wherry
 from wherry import config as configs
 from wherry.activations import recompute
-from wherry.compat.deepspeed import not_part_of_wherry
+from wherry.compat.deepspeed import unlisted
 from wherry.compat.deepspeed.accelerator import get_accelerator
 from wherry.compat.deepspeed.parameters import live_engines
 from wherry.config import Config
@@ -19,29 +19,18 @@ from wherry.errors import WherryError
 from wherry.observe.log import warn
 from wherry.tiers.streams import can_pin
 
-# Keys of the config's block, in the order of the arguments of `configure`, and the names that scripts read.
-_KEYS = {
-    "partition_activations": "PARTITION_ACTIVATIONS",
-    "contiguous_memory_optimization": "CONTIGUOUS_CHECKPOINTING",
-    "cpu_checkpointing": "CPU_CHECKPOINT",
-    "synchronize_checkpoint_boundary": "SYNCHRONIZE",
-    "profile": "PROFILE_TIME",
-    "number_checkpoints": "num_layers",
-}
-# What `configure` was given; None before. Scripts also set the names of `_KEYS` themselves, as globals of this module.
-_asked: dict[str, Any] | None = None
-mpu: Any = None
-deepspeed_checkpointing_enabled = False
+# Keys of the block `activation_checkpointing` of a config.
+_KEYS = (
+    "partition_activations", "contiguous_memory_optimization", "cpu_checkpointing", "synchronize_checkpoint_boundary",
+    "profile", "number_checkpoints",
+)  # fmt: skip
+# The settings of the last `configure`; None before.
+_settings: dict[str, Any] | None = None
+_mpu: Any = None
 
 
 class NoNumberOfLayers(WherryError, AssertionError):
-    """Room for checkpoints was asked for, and not for how many."""
-
-
-def _settings() -> dict[str, Any]:
-    """What `configure` was given, and what a script has set itself."""
-    names = globals()
-    return {**(_asked or {}), **{key: names[constant] for key, constant in _KEYS.items() if names.get(constant)}}
+    """Contiguous checkpoints were requested without their number."""
 
 
 def configure(
@@ -54,75 +43,59 @@ def configure(
     synchronize: bool | None = None,
     profile: bool | None = None,
 ) -> None:
-    """Say how activation checkpoints are kept, for the engines that `deepspeed.initialize` builds afterwards.
+    """Set how activation checkpoints are kept in the engines that `deepspeed.initialize` builds from now on.
 
-    It is laid over the block `activation_checkpointing` of their configs. What is checkpointed the model's code says.
+    The settings replace those of the block `activation_checkpointing` in their configs. The model's own code makes the
+    checkpoints.
     """
-    global _asked, mpu, deepspeed_checkpointing_enabled
+    global _settings, _mpu
     config = configs.load(deepspeed_config)
     block, written = config.activation_checkpointing, config.given.get("activation_checkpointing") or {}
-    asked = {key: value for key in _KEYS if (value := getattr(block, key, written.get(key)))}
+    settings = {key: value for key in _KEYS if (value := getattr(block, key, written.get(key)))}
     arguments = (partition_activations, contiguous_checkpointing, checkpoint_in_cpu, synchronize, profile,
                  num_checkpoints)  # fmt: skip
-    asked |= {key: value for key, value in zip(_KEYS, arguments, strict=True) if value is not None}
-    on_device = asked.get("contiguous_memory_optimization") and not asked.get("cpu_checkpointing")
-    if on_device and not asked.get("number_checkpoints"):
+    settings |= {key: value for key, value in zip(_KEYS, arguments, strict=True) if value is not None}
+    on_device = settings.get("contiguous_memory_optimization") and not settings.get("cpu_checkpointing")
+    if on_device and not settings.get("number_checkpoints"):
         raise NoNumberOfLayers(
             "checkpointing.configure: contiguous checkpointing needs the number of layers; give num_checkpoints, or "
             "activation_checkpointing.number_checkpoints in the config"
         )
-    for constant in _KEYS.values():
-        globals().pop(constant, None)
-    _asked, deepspeed_checkpointing_enabled = asked, True
-    if mpu_ is not None:
-        mpu = mpu_
-    _tell_if_late()
-
-
-def _tell_if_late() -> None:
+    _settings = settings
+    _mpu = mpu_ if mpu_ is not None else _mpu
     for engine in live_engines():
-        block = engine.config["activation_checkpointing"]
-        late = [key for key, value in _settings().items() if block.get(key, value) != value]
+        own = engine.config["activation_checkpointing"]
+        late = [key for key, value in settings.items() if own.get(key, value) != value]
         if late:
             warn("checkpointing: the engine keeps its own %s; configure before initialize", ", ".join(late))
 
 
 def laid_over(config: Config) -> Config:
-    """An engine's config, with what `configure` was given."""
-    block = _settings()
-    if _asked is None and not block:
+    """Replace an engine's settings by those of `configure`."""
+    if _settings is None:
         return config
+    block = dict(_settings)
     if config.activation_checkpointing.policy is None:
         block["policy"] = "none"  # the script makes its checkpoints itself
     return configs.load(config, overrides={"activation_checkpointing": block})
 
 
 def is_configured() -> bool:
-    return _asked is not None
+    return _settings is not None
 
 
 def reset() -> None:
-    """Nothing is kept between steps."""
-
-
-def set_num_layers(nlayers: int) -> None:
-    """Room is made for as many checkpoints as there turn out to be."""
-
-
-def partition_activations_in_checkpoint(partition_activation: bool) -> None:
-    global _asked
-    _asked = {**(_asked or {}), "partition_activations": partition_activation}
-    _tell_if_late()
+    """Do nothing: no buffers are kept between steps."""
 
 
 def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Keep the inputs of `function` only, and compute it again in the backward; `wherry.checkpoint` by another name.
+    """Keep only the inputs of `function`, and recompute it in the backward, like `wherry.checkpoint`.
 
-    Outside an engine's forward, checkpoints are on the host where `configure` has said so.
+    Outside an engine's forward, `configure(checkpoint_in_cpu=True)` keeps them on the host.
     """
     call = _tracked(function)
     alone = recompute.running.get() is None and not recompute.inside.get() and torch.is_grad_enabled()
-    if alone and _settings().get("cpu_checkpointing"):
+    if alone and (_settings or {}).get("cpu_checkpointing"):
         kind = get_accelerator().device_name()
         host = torch.autograd.graph.save_on_cpu(pin_memory=kind != "cpu" and can_pin(), device_type=kind)
         return recompute.recomputed(call, args, kwargs, saving=host)
@@ -130,7 +103,7 @@ def checkpoint(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def _tracked(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, whose recomputation draws again what it has drawn from the tracker's named states."""
+    """Wrap `function` so that its recomputation draws the same numbers from the tracker's named states."""
     if not _tracker.states_:
         return function
     before: dict[str, torch.Tensor] | None = None
@@ -151,11 +124,8 @@ def _tracked(function: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-non_reentrant_checkpoint = checkpoint
-
-
 class CheckpointFunction:
-    """Older Megatron code calls `CheckpointFunction.apply(function, all_outputs, *args)`."""
+    """The call of older Megatron code, `CheckpointFunction.apply(function, all_outputs, *args)`."""
 
     @staticmethod
     def apply(function: Callable[..., Any], all_outputs: list[Any], *args: Any) -> Any:
@@ -165,7 +135,7 @@ class CheckpointFunction:
 
 
 class CudaRNGStatesTracker:
-    """Named states of the device's random generator, for parts of a model that must draw apart."""
+    """Named states of the device's random generator, for parts of a model that draw numbers of their own."""
 
     def __init__(self) -> None:
         self.states_: dict[str, torch.Tensor] = {}
@@ -211,13 +181,11 @@ def get_cuda_rng_tracker() -> CudaRNGStatesTracker:
 
 
 def model_parallel_cuda_manual_seed(seed: int) -> None:
-    """The default state for what all model-parallel ranks draw alike, and a named one for what they draw apart."""
+    """Seed the default state alike on all model-parallel ranks, and a named state differently on each."""
     _tracker.reset()
     get_accelerator().manual_seed(seed)
-    rank = 0
-    for name in ("get_model_parallel_rank", "get_tensor_model_parallel_rank"):
-        if hasattr(mpu, name):
-            rank = getattr(mpu, name)()
+    names = ("get_tensor_model_parallel_rank", "get_model_parallel_rank")
+    rank = next((getattr(_mpu, name)() for name in names if hasattr(_mpu, name)), 0)
     _tracker.add("model-parallel-rng", seed + 2718 + rank)
 
 
@@ -225,9 +193,4 @@ model_parallel_reconfigure_tp_seed = model_parallel_cuda_manual_seed
 
 
 def __getattr__(name: str) -> Any:
-    for key, constant in _KEYS.items():
-        if name == constant:
-            return _settings().get(key, None if key == "number_checkpoints" else False)
-    if name in ("gather_partitioned_activations", "merge_tensors", "extract_tensors"):
-        raise not_part_of_wherry(f"deepspeed.checkpointing.{name}", "the engine cuts and joins checkpoints itself")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return unlisted("runtime.activation_checkpointing.checkpointing", name)
