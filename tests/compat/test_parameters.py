@@ -13,16 +13,14 @@ from tests.compat.harness import SGD, engine_of
 from torch import nn
 
 from wherry.compat.deepspeed import leaf_modules
-from wherry.compat.deepspeed.config import DeepSpeedZeroConfig
 from wherry.compat.deepspeed.engine import DeepSpeedEngine, OnDevice, initialize
 from wherry.compat.deepspeed.parameters import (
-    MultipleAllGatherHandles,
     ZeroParamStatus,
     is_zero_param,
     register_external_parameter,
     unregister_external_parameter,
 )
-from wherry.compat.deepspeed.zero import GatheredParameters, Init, TiledLinear, unwrap_model_for_generation
+from wherry.compat.deepspeed.zero import GatheredParameters, Init, TiledLinear, TiledLinearReturnBias
 from wherry.parallel.comm import Comm
 from wherry.sharding.grouping import plan_units
 from wherry.testing import run_ranks
@@ -67,7 +65,7 @@ def test_an_engine_marks_what_it_partitions() -> None:
         assert torch.equal(weight.data, Net().one.weight) and weight.ds_status == ZeroParamStatus.AVAILABLE
         weight.partition()
         assert weight.numel() == 0
-        MultipleAllGatherHandles([weight.all_gather_coalesced([weight, bias]), weight.all_gather(async_op=True)]).wait()
+        weight.all_gather([weight, bias])
         with torch.no_grad():
             bias.fill_(7)
         weight.partition([weight, bias], has_been_updated=True)
@@ -132,13 +130,13 @@ def test_gathered_parameters(with_engine: bool) -> None:
 
 
 def test_what_libraries_reach_for_in_an_engine() -> None:
-    """List external parameters; copy and pickle whole weights; take the hooks off to generate."""
+    """List external parameters; copy and pickle whole weights."""
 
     def body(comm: Comm) -> None:
         engine = partitioned(comm)
         one, two = engine.module.one, engine.module.two
         register_external_parameter(one, two.weight)
-        assert [p is two.weight for _, p in one.ds_external_parameters()] == [True] and two.weight.is_external_param
+        assert [p is two.weight for _, p in one.ds_external_parameters()] == [True]
         with GatheredParameters(two.bias, fwd_module=one):
             assert len(one.ds_external_parameters()) == 2
         unregister_external_parameter(one, two.weight)
@@ -151,11 +149,6 @@ def test_what_libraries_reach_for_in_an_engine() -> None:
             for made in (copy.deepcopy(one.weight), pickle.loads(pickle.dumps(one.weight))):
                 assert type(made) is nn.Parameter and torch.equal(made, one.weight) and not is_zero_param(made)
 
-        hooked = engine.optimizer.parameter_offload
-        assert hooked.forward_hooks and hooked.backward_hooks
-        with unwrap_model_for_generation(engine) as model:
-            assert model is engine.module and not hooked.forward_hooks and model.one.weight.shape == (5, 3)
-        assert hooked.forward_hooks and one.weight.numel() == 0
         engine.close()
         assert not hasattr(one, "ds_external_parameters")
 
@@ -177,6 +170,11 @@ def test_a_trained_parameter_without_a_gradient_is_an_error_where_that_is_asked_
         step(ignore_unused_parameters=False)
 
 
+class ReturnsBias(nn.Linear):
+    def forward(self, x: torch.Tensor) -> Any:
+        return nn.functional.linear(x, self.weight), self.bias
+
+
 def test_tiles_of_a_linear_layer() -> None:
     linear, x = nn.Linear(8, 9), torch.randn(2, 8)
     tiled = TiledLinear(8, 9, in_splits=3, out_splits=2, init_linear=linear)
@@ -189,6 +187,10 @@ def test_tiles_of_a_linear_layer() -> None:
     parts = {"input_is_already_split": True, "combine_out_splits": False}
     tiled = TiledLinear(8, 9, in_splits=2, out_splits=2, init_linear=linear, **parts)
     torch.testing.assert_close(torch.cat(tiled(x.split(4, -1)), -1), linear(x))
+    fused = TiledLinearReturnBias(8, 9, in_splits=2, out_splits=2, linear_cls=ReturnsBias, init_linear=linear)
+    output, bias = fused(x)
+    assert torch.equal(bias, linear.bias)
+    torch.testing.assert_close(output, linear(x) - linear.bias)
 
 
 def test_on_device() -> None:
@@ -204,7 +206,8 @@ def test_initialize_takes_models_whose_shapes_are_not_seen() -> None:
     number = model.one.weight.ds_id
     assert model.one.weight.numel() == 0
     engine, *_ = initialize(model=model, config=config_of(leaf_module={"names": "one"}))
-    assert model.one.weight.ds_id == number and leaf_modules.get_z3_leaf_modules(model) == [model.one]
+    assert model.one.weight.ds_id == number
+    assert [leaf_modules.z3_leaf_module(each) for each in (model.one, model.two)] == [True, False]
     twin, x = Net(), torch.ones(1, 3)
     engine.backward(engine(x))
     engine.step()
@@ -224,14 +227,14 @@ class Experts(nn.Module):
 
 def test_leaves() -> None:
     model = nn.ModuleDict({"embed": nn.Embedding(5, 4), "experts": Experts()})
-    leaf = model["experts"]
     for cls in (Experts, "Experts", f"{Experts.__module__}.{Experts.__qualname__}"):
+        model["experts"] = leaf = Experts()
         assert [plan.name for plan in plan_units(model)] == ["root", "experts.each.0", "experts.each.1"]
-        assert leaf_modules.set_z3_leaf_modules(model, [cls]) == [leaf] == leaf_modules.get_z3_leaf_modules(model)
+        assert leaf_modules.set_z3_leaf_modules(model, [cls]) == [leaf] and leaf_modules.z3_leaf_module(leaf)
         assert [plan.name for plan in plan_units(model)] == ["root", "experts"]
-        assert leaf_modules.unset_z3_leaf_modules(model, [cls]) == [leaf] and not leaf_modules.z3_leaf_module(leaf)
     with pytest.raises(ValueError, match="No modules of type"):
         leaf_modules.set_z3_leaf_modules(model, ["Nothing"])
     assert leaf_modules.set_z3_leaf_modules_by_suffix(model, ["each"]) == ([leaf.each], [])
-    assert leaf_modules.set_z3_leaf_modules_by_name(model, ["x"], raise_if_not_found=False) == ([], ["x"])
-    assert DeepSpeedZeroConfig().leaf_module.classes == leaf_modules.DEFAULT_LEAF_MODULE_CLASSES
+    assert leaf_modules.set_z3_leaf_modules_by_name(model, ["experts", "x"], False) == ([leaf], ["x"])
+    with pytest.raises(ValueError, match="No modules named"):
+        leaf_modules.set_z3_leaf_modules_by_name(model, ["x"])

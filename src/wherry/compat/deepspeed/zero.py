@@ -1,11 +1,11 @@
-"""`deepspeed.zero`: construction under partitioning, whole weights for a while, and what configs are written with."""
+"""`deepspeed.zero`: construction under partitioning, whole weights for a while, tiled layers, and enums of configs."""
 
 from __future__ import annotations
 
 import enum
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from itertools import pairwise
 from typing import Any
 
@@ -21,12 +21,14 @@ from wherry.compat.deepspeed.config import DeepSpeedConfigError, load
 from wherry.config import Config
 from wherry.errors import WherryError
 from wherry.parallel.comm import Comm
-from wherry.sharding.init import entered, step_in, step_out
+from wherry.sharding.init import entered
 from wherry.sharding.param_shard import Sharing, is_plain
+
+_STAGE_3 = {"zero_optimization": {"stage": 3}}
 
 
 class Init(wherry.Init):
-    """`wherry.Init` with DeepSpeed's arguments. `module`: one that is built already, to be partitioned at once."""
+    """`wherry.Init` with DeepSpeed's arguments; a `module` that is built already is partitioned at once."""
 
     def __init__(
         self,
@@ -40,12 +42,8 @@ class Init(wherry.Init):
         enabled: bool = True,
         dtype: torch.dtype | None = None,
         mpu: Any = None,
-        zero_param_parallel_group: Any = None,
-        zero_quantized_weights: bool = False,
-        zero_quantized_nontrainable_weights: bool = False,
         sequence_data_parallel_group: Any = None,
-        param_swapper: Any = None,
-        tensor_overrides: Any = None,
+        **others: Any,
     ) -> None:
         if not enabled:
             super().__init__(enabled=False)
@@ -54,12 +52,7 @@ class Init(wherry.Init):
             raise WherryError(
                 "zero.Init: data_parallel_group and sequence_data_parallel_group are both given; give the first"
             )
-        cuts = {
-            "zero_param_parallel_group": zero_param_parallel_group,
-            "zero_quantized_weights": zero_quantized_weights,
-            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
-        }
-        for name in (name for name, given in cuts.items() if given):
+        for name in (name for name, value in others.items() if value):
             raise not_part_of_wherry(f"zero.Init({name}=...)", "weights are sharded over the data axis")
         init_distributed()  # what is built inside may ask torch for its rank
         given = config if config is not None else config_dict_or_path
@@ -68,17 +61,12 @@ class Init(wherry.Init):
             loaded = configs.load(loaded, overrides={"zero_optimization.offload_param.device": str(remote_device)})
         known = mpu if isinstance(mpu, Comm) or hasattr(mpu, "get_data_parallel_group") else None
         group = data_parallel_group if data_parallel_group is not None else sequence_data_parallel_group
-        if known is None and (why := why_group_is_too_small(get_world_size(), group)):
-            raise GroupError(why)
-        super().__init__(
-            config=loaded,
-            mesh=parameters.DataGroup(group) if group is not None else known,
-            dtype=_dtype(dtype, None if given is None else loaded),
-        )
-        zero = loaded.written.get("zero_optimization")
-        # What was built in contexts within this one.
+        if known is None and group is None:
+            _check_group()
+        mesh = _DataGroup(group) if group is not None else known
+        super().__init__(config=loaded, mesh=mesh, dtype=_dtype(dtype, None if given is None else loaded))
+        # Parameters that were built in contexts within this one.
         self._built: list[Sharing] = []
-        self._checks_edits = isinstance(zero, dict) and bool(zero.get("enable_sanity_checks"))
         if module is not None and self.enabled:
             with self:
                 for parameter in module.parameters():
@@ -92,14 +80,14 @@ class Init(wherry.Init):
         super().__exit__(*ended)
         if not self.enabled:
             return
+        built, self._built = [*self._built, self._sharing], []
         around = next((init for init in reversed(entered()) if isinstance(init, Init)), None)
-        if around is not None:  # whose models may still read shapes
-            around._built += [*self._built, self._sharing]
-        else:
-            for sharing in [*self._built, self._sharing]:
-                for shard in [shard for shard in sharing.shards if isinstance(shard.parameter, parameters.Marks)]:
-                    shard.show(empty=True)
-        self._built = []
+        if around is not None:  # models may still read shapes there
+            around._built += built
+            return
+        for shard in (shard for sharing in built for shard in sharing.shards):
+            if isinstance(shard.parameter, parameters.Marks):
+                shard.show(empty=True)
 
     def registered(self, module: nn.Module, parameter: nn.Parameter) -> None:
         super().registered(module, parameter)
@@ -113,34 +101,34 @@ class Init(wherry.Init):
     def _mark(self, parameter: nn.Parameter) -> None:
         if is_plain(parameter) and parameter.is_floating_point() and not parameter.is_meta:
             parameters.mark_parameter(parameter, self.comm)
-            parameter.__dict__["ds_enable_sanity_checks"] = self._checks_edits
 
 
-_STAGE_3 = {"zero_optimization": {"stage": 3}}
-MiCS_Init = Init
-shutdown_init_context, restore_init_context = step_out, step_in
+class _DataGroup:
+    """A model-parallel unit that has data parallelism only."""
+
+    def __init__(self, group: Any) -> None:
+        self._group = group
+
+    def get_data_parallel_group(self) -> Any:
+        return self._group
 
 
 class GroupError(WherryError, RuntimeError):
-    """The process group is not that of the launcher."""
+    """The process group is smaller than the launcher's."""
 
 
-def why_group_is_too_small(
-    dp_world_size: int, explicit_process_group: Any, env: Mapping[str, Any] = os.environ
-) -> str | None:
-    """What is wrong where a launcher has started several ranks, and this one is in a group by itself; else None."""
-    launched = str(env.get("WORLD_SIZE") or "1")
-    if dp_world_size != 1 or explicit_process_group is not None or not launched.isdecimal() or int(launched) <= 1:
-        return None
-    return (
-        f"zero.Init: the process group has 1 rank, but the launcher says WORLD_SIZE={launched}: every rank would hold "
-        "the whole model; call deepspeed.init_distributed() before anything else starts a group, or give "
-        "data_parallel_group"
-    )
+def _check_group() -> None:
+    launched = os.environ.get("WORLD_SIZE") or "1"
+    if get_world_size() == 1 and launched.isdecimal() and int(launched) > 1:
+        raise GroupError(
+            f"zero.Init: the process group has 1 rank, but the launcher says WORLD_SIZE={launched}: every rank would "
+            "hold the whole model; call deepspeed.init_distributed() before anything else starts a group, or give "
+            "data_parallel_group"
+        )
 
 
 def _dtype(asked: torch.dtype | None, config: Config | None) -> torch.dtype:
-    """What parameters are built in: by default in half precision."""
+    """Choose the dtype of parameters: half precision without a config."""
     if asked is None and config is not None:
         return config.working_dtype() or torch.float32
     chosen = asked or (torch.float16 if get_accelerator().is_fp16_supported() else torch.bfloat16)
@@ -151,15 +139,8 @@ def _dtype(asked: torch.dtype | None, config: Config | None) -> torch.dtype:
     return chosen
 
 
-class EditedParameters(WherryError, RuntimeError):
-    """Parameters were changed where no rank was named whose changes count."""
-
-
 class GatheredParameters:
-    """`wherry.gathered`. Edits are kept on `modifier_rank`, or, where it is None, must be the same on every rank.
-
-    With `zero_optimization.enable_sanity_checks` edits without a `modifier_rank` are an error on every rank.
-    """
+    """`wherry.gathered`; edits are kept on `modifier_rank`, or must be the same on every rank where it is None."""
 
     def __init__(
         self,
@@ -174,46 +155,20 @@ class GatheredParameters:
         self.params = [params] if isinstance(params, torch.Tensor) else list(params)
         self._modifier_rank = modifier_rank
         self._held = ExitStack()
-        self._before: list[tuple[torch.Tensor, int, int]] = []
         if fwd_module is not None:
             for parameter in self.params:
                 parameters.register_external_parameter(fwd_module, parameter)
 
     def __enter__(self) -> None:
-        if not self.enabled:
-            return
-        self._held.enter_context(wherry.gathered(self.params, self._modifier_rank))
-        if self._modifier_rank is None:
-            watched = [p for p in self.params if getattr(p, "ds_enable_sanity_checks", False)]
-            self._before = [(p, p.data_ptr(), p._version) for p in watched]
+        if self.enabled:
+            self._held.enter_context(wherry.gathered(self.params, self._modifier_rank))
 
     def __exit__(self, *exception: Any) -> bool | None:
-        if not self.enabled:
-            return None
-        if self._before and not any(exception):
-            edited = [p for p, address, version in self._before if (p.data_ptr(), p._version) != (address, version)]
-            flag = torch.tensor([float(bool(edited))], device=self._before[0][0].device)
-            parameters.comm_of(self._before[0][0]).all_reduce(flag, "max").wait()
-            if flag.item():
-                error = EditedParameters(
-                    "GatheredParameters: in-place modification of parameters without a modifier_rank, which is lost; "
-                    "give modifier_rank=R, whose changes all ranks then get"
-                )
-                self._held.__exit__(type(error), error, None)
-                raise error
-        return self._held.__exit__(*exception)
-
-
-@contextmanager
-def unwrap_model_for_generation(model: nn.Module) -> Iterator[nn.Module]:
-    """The user's model with whole weights and without hooks, for many forwards."""
-    hooked = getattr(getattr(model, "optimizer", None), "parameter_offload", None)
-    with wherry.gathered(model), hooked.removed() if hooked is not None else nullcontext():
-        yield getattr(model, "module", model)
+        return self._held.__exit__(*exception) if self.enabled else None
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], target_fp_dtype: torch.dtype) -> Callable[..., Any]:
-    """`fn` that makes its floating-point tensors in a dtype; frameworks replace this while they build a model."""
+    """Make `fn` create floating-point tensors in a dtype; transformers replaces this while it builds a model."""
 
     def wrapped(*args: Any, **kwargs: Any) -> Any:
         tensor = fn(*args, **kwargs)
@@ -223,11 +178,11 @@ def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], target_fp_dty
 
 
 class TilesError(WherryError, RuntimeError):
-    """A layer that cannot be cut so."""
+    """A layer cannot be cut into these tiles."""
 
 
 class TiledLinear(nn.Module):
-    """A linear layer in tiles `linears[row][column]`, each of them a layer of `linear_cls`, gathered one by one."""
+    """A linear layer in tiles `linears[row][column]`, layers of `linear_cls` that are gathered one by one."""
 
     cut_into_tiles = True
 
@@ -250,10 +205,8 @@ class TiledLinear(nn.Module):
                 raise TilesError(f"TiledLinear: {name}_splits is between 1 and the {features} features, got {splits}")
         self.in_features, self.out_features = in_features, out_features
         self.in_splits, self.out_splits = in_splits, out_splits
-        self.use_bias = bias
-        self.input_is_already_split = input_is_already_split
-        self.combine_out_splits = combine_out_splits
-        # Where each part begins, and the last ends.
+        self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
+        # The first column or row of each part, and the end.
         self.in_parts = [in_features * part // in_splits for part in range(in_splits + 1)]
         self.out_parts = [out_features * part // out_splits for part in range(out_splits + 1)]
         self.linears = nn.ModuleList(
@@ -271,25 +224,19 @@ class TiledLinear(nn.Module):
     def forward(self, input_: Any) -> Any:
         inputs = [input_] if self.in_splits == 1 else input_
         if self.in_splits > 1 and not self.input_is_already_split:
-            inputs = self._split_global_input(input_, _sizes(self.in_parts))
+            inputs = input_.split(_sizes(self.in_parts), -1)
         if len(inputs) != self.in_splits:
             raise TilesError(f"TiledLinear: the input has {len(inputs)} parts, expected in_splits={self.in_splits}")
         outputs: list[Any] = [None] * self.out_splits
-        for row in range(self.out_splits):
-            for column, part in enumerate(inputs):
-                out = self.linears[row][column](part)  # type: ignore[index]
-                outputs[row] = self._reduce_local_output(column, row, outputs[row], out)
-        return self._combine_output_splits(outputs) if self.combine_out_splits else outputs
+        for row, tiles in enumerate(self.linears):
+            for tile, part in zip(tiles, inputs, strict=True):  # type: ignore[call-overload]
+                outputs[row] = self._add(outputs[row], tile(part))
+        return self._join(outputs) if self.combine_out_splits else outputs
 
-    # What subclasses override.
+    def _add(self, total: Any, output: Any) -> Any:
+        return output if total is None else total + output
 
-    def _split_global_input(self, input: Any, split_sizes: list[int]) -> Any:
-        return input.split(split_sizes, -1)
-
-    def _reduce_local_output(self, in_id: int, out_id: int, current_out: Any, new_out: Any) -> Any:
-        return new_out if current_out is None else current_out + new_out
-
-    def _combine_output_splits(self, outputs: list[Any]) -> Any:
+    def _join(self, outputs: list[Any]) -> Any:
         return torch.cat(outputs, -1)
 
     @torch.no_grad()
@@ -308,17 +255,15 @@ def _sizes(parts: list[int]) -> list[int]:
 
 
 class TiledLinearReturnBias(TiledLinear):
-    """The same of layers that return their output and their bias."""
+    """`TiledLinear` of layers that return their output and their bias."""
 
-    def _reduce_local_output(self, in_id: int, out_id: int, current_out: Any, new_out: Any) -> Any:
-        before, bias = current_out or (None, None)
-        out = super()._reduce_local_output(in_id, out_id, before, new_out[0])
-        return out, new_out[1] if new_out[1] is not None else bias
+    def _add(self, total: Any, output: Any) -> Any:
+        before, bias = total or (None, None)
+        return super()._add(before, output[0]), output[1] if output[1] is not None else bias
 
-    def _combine_output_splits(self, outputs: list[Any]) -> Any:
+    def _join(self, outputs: list[Any]) -> Any:
         biases = [bias for _, bias in outputs if bias is not None]
-        combine = super()._combine_output_splits
-        return combine([out for out, _ in outputs]), combine(biases) if biases else None
+        return super()._join([output for output, _ in outputs]), super()._join(biases) if biases else None
 
 
 class ZeroStageEnum(enum.IntEnum):
