@@ -83,18 +83,15 @@ def _check_archive(path: Path) -> None:
 
 
 def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    is_plain = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.dtype in DTYPES
-    if not is_plain or tensor.layout is not torch.strided or tensor.device.type != "cpu" or _is_lazy(tensor):
+    is_known = type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.dtype in DTYPES
+    is_dense = tensor.layout is torch.strided and tensor.device.type == "cpu"
+    if not is_known or not is_dense or tensor.is_conj() or tensor.is_neg():
         kind = f"{type(tensor).__name__} of {tensor.dtype}, {tensor.layout} on {tensor.device}"
         raise ValueError(f"expected a plain tensor, got a {kind}")
     stored = tensor.untyped_storage().nbytes()
     if tensor.nbytes > stored:
         raise ValueError(f"expected {tensor.nbytes:,} bytes in the file, got {stored:,}")
     return tensor.detach()
-
-
-def _is_lazy(tensor: torch.Tensor) -> bool:
-    return tensor.is_conj() or tensor.is_neg()
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
@@ -248,10 +245,6 @@ class WholeOptimizer(_Form):
 
     fp32_groups_flat: Listed[Flat]
     optimizer_state_dict: BaseState
-    cur_scale: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.0
-    cur_iter: Count = 0
-    last_overflow_iter: Annotated[int, Field(strict=True, ge=-1)] = -1
-    scale_window: Annotated[Count, Field(ge=1)] = 1
 
 
 class UniversalOptimizer(_Form):

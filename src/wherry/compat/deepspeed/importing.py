@@ -21,19 +21,8 @@ from wherry.checkpoint import folder as folders
 from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.format import NAME, WEIGHT, Entry, Manifest, Piece, RankFiles, encode
 from wherry.checkpoint.reshard import Run
-from wherry.compat.deepspeed.files import (
-    ModelFile,
-    States,
-    UniversalOptimizer,
-    WholeOptimizer,
-    WholeState,
-    read_model,
-    read_optimizer,
-    read_universal_state,
-    read_universal_step,
-    read_valid,
-    whole_optimizer,
-)
+from wherry.compat.deepspeed import files
+from wherry.compat.deepspeed.files import ModelFile, WholeOptimizer, WholeState
 from wherry.errors import one_line
 from wherry.observe.log import say
 from wherry.observe.progress import Progress
@@ -167,7 +156,7 @@ class _Import:
         paths = _by_rank(folder, _MODEL_FILE if one else "*model_states.pt")
         if not paths:
             raise CheckpointError(f"{folder} holds no *_model_states.pt: it is no checkpoint of DeepSpeed's")
-        self.models = [read_model(path) for path in paths]
+        self.models = [files.read_model(path) for path in paths]
         self.model = model = self.models[0]
         optimizers = [] if universal else _by_rank(folder, "*zero_pp_rank_*optim_states.pt")
         whole = not universal and not optimizers
@@ -183,10 +172,10 @@ class _Import:
             self.aliases[first].append(other)
         self.entries: dict[str, Entry] = {}
         self.trained: _Trained | None
-        if whole:
-            self.trained = _of_stage_0(model, paths[0], groups)
+        if universal:
+            self.trained = _of_universal(folder / "zero", parts)
         else:
-            self.trained = _of_universal(folder / "zero", parts) if universal else _of_partitions(optimizers, parts)
+            self.trained = _of_stage_0(model, paths[0], groups) if whole else _of_partitions(optimizers, parts)
 
     def write(self, out: Path, tag: str | None) -> Path:
         """Write the checkpoint to `out`; returns its folder."""
@@ -210,9 +199,10 @@ class _Import:
         for name, shape in self.frozen.items():
             self._write(name, "frozen", self._join_frozen(name, shape))
         written = {*self.entries, *(other for others in self.aliases.values() for other in others)}
+        kinds: dict[str, str] = defaultdict(lambda: "parameter" if self.trained is None else "frozen")
+        kinds.update(dict.fromkeys(self.model.buffer_names, "buffer"))
         for name, tensor in self.model.module.items():
-            rest = "parameter" if self.trained is None else "frozen"
-            kind = "buffer" if name in self.model.buffer_names else rest
+            kind = kinds[name]
             # Stage 3 lists other names of trained weights too, as tensors without elements.
             if name not in written and (kind != "frozen" or tensor.numel()):
                 self._write(name, kind, tensor)
@@ -303,10 +293,7 @@ class _Import:
 
 
 def _by_group(groups: Sequence[dict[str, Any]], parts: Sequence[Iterable[str]]) -> Groups:
-    """Pair the options of groups with their names: `params` of a group are numbers of `parts`, its own or sub-groups'.
-
-    DeepSpeed leaves the numbers out, or wrong, in files of stages 1 and 2, whose parts are the groups.
-    """
+    """Pair the options of groups with their names; `params` of a group number its parts, which else are the groups."""
     numbers = [own if isinstance(own := group.get("params"), list) else [] for group in groups]
     listed = sorted(str(number) for own in numbers for number in own)
     if listed != sorted(map(str, range(len(parts)))):
@@ -319,24 +306,21 @@ def _by_group(groups: Sequence[dict[str, Any]], parts: Sequence[Iterable[str]]) 
 
 
 def _loss_scale(scaler: Any, path: Path) -> dict[str, Any]:
-    """Convert the state of a loss scaler."""
-    state = getattr(scaler, "state", None)
+    """Convert the state of a loss scaler, or of the optimizer that has one's attributes at stage 0."""
+    state = scaler if isinstance(scaler, dict) else getattr(scaler, "state", None)
     values = state if isinstance(state, dict) else {}
     scale = values.get("cur_scale", 1.0)
-    if not isinstance(scale, int | float) or not 0 < scale < math.inf:
-        raise CheckpointError(f"{path}: loss_scaler: expected a scale above 0, got {one_line(str(scale))}")
-    keys = ("cur_iter", "last_overflow_iter", "scale_window", "cur_hysteresis")
-    counts = [count for key in keys if isinstance(count := values.get(key), int)]
-    if len(counts) < len(keys) or counts[2] < 1:
-        return {**_SCALE_1, "scale": float(scale)}
-    now, overflow, window, patience = counts
-    return {"scale": float(scale), "patience": patience, "good_steps": _good_steps(now, overflow, window)}
-
-
-def _good_steps(now: int, overflow: int, window: int) -> int:
-    """Count the steps toward the next doubling; the first one after an overflow, or at the start, does not count."""
-    good = now - overflow - 2
-    return good % window if good > 0 else good
+    if not isinstance(scale, int | float) or not 0 < scale < 1e300:
+        text = str(scale) if isinstance(scale, float) else type(scale).__name__  # an int may have 10^6 digits
+        raise CheckpointError(f"{path}: loss_scaler: expected a scale from 0 to 1e300, got {text}")
+    counts: list[Any] = [values.get(key) for key in ("cur_iter", "last_overflow_iter", "scale_window")]
+    good, patience = 0, values.get("cur_hysteresis")
+    if all(isinstance(count, int) for count in counts) and -1 <= counts[1] < counts[0] and counts[2] > 0:
+        now, overflow, window = counts
+        # The first good step after an overflow, or at the start, does not count toward the next doubling.
+        good = now - overflow - 2
+        good = good % window if good > 0 else good
+    return {"scale": float(scale), "patience": patience if isinstance(patience, int) else 1, "good_steps": good}
 
 
 # Stages 1, 2 and 3.
@@ -354,20 +338,24 @@ class _RankStates:
 
     @classmethod
     def of(cls, path: Path) -> _RankStates:
-        saved = read_optimizer(path)
+        saved = files.read_optimizer(path)
         is_stage_3 = saved.fp32_flat_groups is not None
         weights = saved.fp32_flat_groups if is_stage_3 else saved.single_partition_of_fp32_groups
         base = saved.optimizer_state_dict if is_stage_3 else saved.base_optimizer_state
         if weights is None or base is None:
             raise CheckpointError(f"{path} holds no fp32 weights with their states; ZeRO stages 1, 2 and 3 are read")
-        if isinstance(base, list):  # zero_optimization.elastic_checkpoint saves states without options
-            states, options = base, []
-        else:
-            states, options = [base.state.get(index, States()) for index in range(len(weights))], base.param_groups
+        # With zero_optimization.elastic_checkpoint states are saved without options.
+        options = [] if isinstance(base, list) else base.param_groups
+        states = base if isinstance(base, list) else [base.state.get(i, files.States()) for i in range(len(weights))]
         if len(states) != len(weights):
             raise CheckpointError(f"{path} has {len(weights)} flat weights, and states of {len(states)}")
         flats = [{**state.tensors(), WEIGHT: weight} for weight, state in zip(weights, states, strict=True)]
-        return cls(flats, options, [state.step for state in states], _loss_scale(saved.loss_scaler, path), is_stage_3)
+        steps = [state.step for state in states]
+        return cls(flats, options, steps, _loss_scale(saved.loss_scaler, path), is_stage_3)
+
+    @property
+    def names(self) -> list[str]:
+        return sorted({state for flat in self.flats for state in flat})
 
     def all_of(self, state: str) -> list[torch.Tensor]:
         return [flat[state] for flat in self.flats if state in flat]
@@ -410,17 +398,14 @@ def _of_partitions(paths: list[Path], parts: list[Shapes]) -> _Trained:
 def _check_partitions(ranks: list[_RankStates], paths: list[Path], parts: list[Shapes]) -> None:
     """Check that the states of all ranks fit each other and the groups of parameters."""
     first, count = ranks[0], len(parts)
-    numels = [math.prod(shape) for part in parts for shape in part.values()]
-    wanted = sum(-(-numel // len(ranks)) for numel in numels)
-    expected = sorted({state for flat in first.flats for state in flat})
+    wanted = sum(-(-math.prod(shape) // len(ranks)) for part in parts for shape in part.values())
     for path, rank in zip(paths, ranks, strict=True):
         if rank.is_stage_3 != first.is_stage_3:
             raise CheckpointError(f"{path} is of another ZeRO stage than {paths[0]}")
-        if (len(rank.flats) < 1) if rank.is_stage_3 else (len(rank.flats) != count):
+        if not rank.flats or (not rank.is_stage_3 and len(rank.flats) != count):
             raise CheckpointError(f"{path} has weights of {len(rank.flats)} groups, and the model has {count}")
-        states = sorted({state for flat in rank.flats for state in flat})
-        if states != expected:
-            raise CheckpointError(f"{path} has states {states}; expected {expected}, which {paths[0]} has")
+        if rank.names != first.names:
+            raise CheckpointError(f"{path} has states {rank.names}; expected {first.names}, which {paths[0]} has")
         held = sum(flat.numel() for flat in rank.all_of(WEIGHT))
         if rank.is_stage_3 and held != wanted:
             raise CheckpointError(f"{path} has {held:,} weights, and of {len(paths)} ranks each has {wanted:,}")
@@ -431,7 +416,7 @@ def _check_partitions(ranks: list[_RankStates], paths: list[Path], parts: list[S
 
 def _of_stage_0(model: ModelFile, path: Path, groups: Names | None) -> _Trained | None:
     """Read the optimizer of stage 0; None, with a line in the log, if its parameters cannot be named."""
-    saved = whole_optimizer(model, path)
+    saved = files.whole_optimizer(model, path)
     if saved is None:
         if model.optimizer:
             say("%s: its optimizer is of a form that is not read: the weights alone are taken over", path)
@@ -447,15 +432,12 @@ def _of_stage_0(model: ModelFile, path: Path, groups: Names | None) -> _Trained 
     for name in (name for names in groups for name in names):
         if name not in model.module:
             raise CheckpointError(f"{path}: it has no {name}, which the engine trains")
-    read = _read_flats if isinstance(saved, WholeOptimizer) else _read_states
-    held, steps = read(saved, model, path, groups)  # type: ignore[arg-type]
+    is_flat = isinstance(saved, WholeOptimizer)
+    held, steps = (_read_flats if is_flat else _read_states)(saved, model, path, groups)  # type: ignore[arg-type]
     shapes = {name: tuple(model.module[name].shape) for name in held}
     named = [(own, list(names)) for own, names in zip(options, groups, strict=True)]
-    if not isinstance(saved, WholeOptimizer):
-        return _Trained(shapes, steps, named, _SCALE_1, lambda name: held[name].items())
-    good = _good_steps(saved.cur_iter, saved.last_overflow_iter, saved.scale_window)
-    scale = {**_SCALE_1, "scale": saved.cur_scale, "good_steps": good}
-    return _Trained(shapes, steps, named, scale, lambda name: held[name].items(), reduced=False)
+    scale = _loss_scale(saved.model_extra, path) if is_flat else _SCALE_1
+    return _Trained(shapes, steps, named, scale, lambda name: held[name].items(), reduced=not is_flat)
 
 
 def _guess_groups(model: ModelFile, saved: WholeOptimizer | WholeState) -> Names | None:
@@ -501,7 +483,7 @@ def _read_flats(saved: WholeOptimizer, model: ModelFile, path: Path, groups: Nam
     if len(saved.fp32_groups_flat) != len(groups):
         raise CheckpointError(f"{path} has weights of {len(saved.fp32_groups_flat)} groups, the engine {len(groups)}")
     for index, (flat, names) in enumerate(zip(saved.fp32_groups_flat, groups, strict=True)):
-        states = saved.optimizer_state_dict.state.get(index, States())
+        states = saved.optimizer_state_dict.state.get(index, files.States())
         flats, at = {**states.tensors(), WEIGHT: flat}, 0
         for name in names:
             stop = at + model.module[name].numel()
@@ -520,7 +502,7 @@ def _read_flats(saved: WholeOptimizer, model: ModelFile, path: Path, groups: Nam
 def _of_universal(zero: Path, parts: list[Shapes]) -> _Trained:
     """Read a folder for each parameter, with a file for each of its states."""
     path = zero / "optimizer_state.pt"
-    saved = read_valid(UniversalOptimizer, path)
+    saved = files.read_valid(files.UniversalOptimizer, path)
     shapes = {name: shape for part in parts for name, shape in part.items()}
     there = sorted(each.name for each in zero.iterdir() if each.is_dir())
     if missing := next((name for name in shapes if name not in there), None):
@@ -529,12 +511,12 @@ def _of_universal(zero: Path, parts: list[Shapes]) -> _Trained:
         if not name.isprintable():
             raise CheckpointError(f"{zero}: {one_line(name)}: expected a name that can be printed")
         if name not in shapes:
-            shapes[name] = tuple(read_universal_state(zero / name / "fp32.pt").shape)
+            shapes[name] = tuple(files.read_universal_state(zero / name / "fp32.pt").shape)
     # Stage 3 leaves the count in the optimizer's states only.
     base = saved.optimizer_state_dict.state.values() if saved.optimizer_state_dict is not None else ()
     common = max((states.step for states in base), default=0)
     counts = {name: zero / name / "step.pt" for name in shapes}
-    steps = {name: read_universal_step(file) if file.exists() else common for name, file in counts.items()}
+    steps = {name: files.read_universal_step(file) if file.exists() else common for name, file in counts.items()}
 
     def states(name: str) -> NamedStates:
         for file in sorted({zero / name / "fp32.pt", *(zero / name).glob("*.pt")}):
@@ -542,9 +524,10 @@ def _of_universal(zero: Path, parts: list[Shapes]) -> _Trained:
                 continue
             if not file.stem.isidentifier():
                 raise CheckpointError(f"{file.parent}: {one_line(file.name)}: expected the name of a state")
-            values = read_universal_state(file)
+            values = files.read_universal_state(file)
             if not values.is_floating_point():
                 raise CheckpointError(f"{file}: expected floating-point numbers, got {values.dtype}")
             yield (WEIGHT if file.stem == "fp32" else file.stem), values
 
-    return _Trained(shapes, steps, _by_group(saved.param_groups, parts), _loss_scale(saved.loss_scaler, path), states)
+    groups, scale = _by_group(saved.param_groups, parts), _loss_scale(saved.loss_scaler, path)
+    return _Trained(shapes, steps, groups, scale, states)
