@@ -129,15 +129,15 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Folde
 
 def _find(checkpoint_dir: Folder, tag: str | None, *, check: bool = True) -> tuple[Path, Manifest]:
     """Find a checkpoint's folder, and read its manifest; `check` verifies every byte."""
-    given = Path(checkpoint_dir)
-    if tag is not None and not (given / tag).is_dir():
-        there = ", ".join(folders.newest_first(given)) or "none"
-        raise CheckpointError(f"{given} holds no checkpoint {tag}; those that are there: {there}")
-    path = given if tag is None else given / folders.check_tag(tag)
+    source = Path(checkpoint_dir)
+    if tag is not None and not (source / tag).is_dir():
+        tags = ", ".join(folders.newest_first(source)) or "none"
+        raise CheckpointError(f"{source} holds no checkpoint {tag}; those that are there: {tags}")
+    path = source if tag is None else source / folders.check_tag(tag)
     if is_theirs(path) or is_theirs(path / (folders.read_latest(path) or ".")):
         raise CheckpointError(
             f"{path} holds a checkpoint that DeepSpeed has written; turn it into one of Wherry's first: "
-            f"wherry import-deepspeed {given} OUT"
+            f"wherry import-deepspeed {source} OUT"
         )
     folder = exporting.find(path)
     return folder, exporting.verified(folder) if check else read_manifest(folder)

@@ -504,10 +504,10 @@ def _of_universal(zero: Path, parts: list[Shapes]) -> _Trained:
     path = zero / "optimizer_state.pt"
     saved = files.read_valid(files.UniversalOptimizer, path)
     shapes = {name: shape for part in parts for name, shape in part.items()}
-    there = sorted(each.name for each in zero.iterdir() if each.is_dir())
-    if missing := next((name for name in shapes if name not in there), None):
+    names = sorted(each.name for each in zero.iterdir() if each.is_dir())
+    if missing := next((name for name in shapes if name not in names), None):
         raise CheckpointError(f"{zero} has no folder of {missing}, which is trained")
-    for name in there:
+    for name in names:
         if not name.isprintable():
             raise CheckpointError(f"{zero}: {one_line(name)}: expected a name that can be printed")
         if name not in shapes:

@@ -41,8 +41,8 @@ def locate(folder: Path, tag: object, *, universal: bool) -> tuple[str, bool] | 
     if tag is not None:
         tag = folders.check_tag(tag)
         if not (folder / tag).is_dir():
-            there = ", ".join(folders.newest_first(folder)) or "none"
-            return NoSuchTag(f"{folder} holds no checkpoint {tag}; those that are there: {there}")
+            tags = ", ".join(folders.newest_first(folder)) or "none"
+            return NoSuchTag(f"{folder} holds no checkpoint {tag}; those that are there: {tags}")
         return tag, is_theirs(folder / tag)
     if os.path.lexists(folder / NAME):
         return ".", False

@@ -55,8 +55,8 @@ class Init(wherry.Init):
         for name in (name for name, value in others.items() if value):
             raise not_part_of_wherry(f"zero.Init({name}=...)", "weights are sharded over the data axis")
         init_distributed()  # what is built inside may ask torch for its rank
-        given = config if config is not None else config_dict_or_path
-        loaded = load(_STAGE_3 if given is None else getattr(given, "_param_dict", given))
+        own = config if config is not None else config_dict_or_path
+        loaded = load(_STAGE_3 if own is None else getattr(own, "_param_dict", own))
         if remote_device not in (None, "none"):
             loaded = configs.load(loaded, overrides={"zero_optimization.offload_param.device": str(remote_device)})
         known = mpu if isinstance(mpu, Comm) or hasattr(mpu, "get_data_parallel_group") else None
@@ -64,7 +64,7 @@ class Init(wherry.Init):
         if known is None and group is None:
             _check_group()
         mesh = _DataGroup(group) if group is not None else known
-        super().__init__(config=loaded, mesh=mesh, dtype=_dtype(dtype, None if given is None else loaded))
+        super().__init__(config=loaded, mesh=mesh, dtype=_dtype(dtype, None if own is None else loaded))
         # Parameters that were built in contexts within this one.
         self._built: list[Sharing] = []
         if module is not None and self.enabled:
