@@ -16,7 +16,7 @@ from wherry.config.blocks import ActivationCheckpointing
 @pytest.fixture(autouse=True)
 def nothing_configured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(checkpointing, "_settings", None)
-    monkeypatch.setattr(checkpointing, "_mpu", None)
+    monkeypatch.setattr(checkpointing, "mpu", None)
     yield
     checkpointing.get_cuda_rng_tracker().reset()
 

@@ -26,7 +26,7 @@ _KEYS = (
 )  # fmt: skip
 # The settings of the last `configure`; None before.
 _settings: dict[str, Any] | None = None
-_mpu: Any = None
+mpu: Any = None
 
 
 class NoNumberOfLayers(WherryError, AssertionError):
@@ -48,7 +48,7 @@ def configure(
     The settings replace those of the block `activation_checkpointing` in their configs. The model's own code makes the
     checkpoints.
     """
-    global _settings, _mpu
+    global _settings, mpu
     config = configs.load(deepspeed_config)
     block, written = config.activation_checkpointing, config.given.get("activation_checkpointing") or {}
     settings = {key: value for key in _KEYS if (value := getattr(block, key, written.get(key)))}
@@ -62,7 +62,7 @@ def configure(
             "activation_checkpointing.number_checkpoints in the config"
         )
     _settings = settings
-    _mpu = mpu_ if mpu_ is not None else _mpu
+    mpu = mpu_ if mpu_ is not None else mpu
     for engine in live_engines():
         own = engine.config["activation_checkpointing"]
         late = [key for key, value in settings.items() if own.get(key, value) != value]
@@ -185,7 +185,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     _tracker.reset()
     get_accelerator().manual_seed(seed)
     names = ("get_tensor_model_parallel_rank", "get_model_parallel_rank")
-    rank = next((getattr(_mpu, name)() for name in names if hasattr(_mpu, name)), 0)
+    rank = next((getattr(mpu, name)() for name in names if hasattr(mpu, name)), 0)
     _tracker.add("model-parallel-rng", seed + 2718 + rank)
 
 
