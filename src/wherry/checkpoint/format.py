@@ -147,10 +147,9 @@ class EngineValues(TypedDict, total=False):
     generation_config: str
 
 
-@functools.cache
 def _own_version() -> str:
     try:
-        return metadata.version("wherry")  # which reads a file
+        return metadata.version("wherry")
     except metadata.PackageNotFoundError:  # it runs from its sources
         return "unknown"
 

@@ -391,12 +391,12 @@ class DeepSpeedEngine(Engine):
         once more.
         """
         saved = super().save_checkpoint(save_dir, tag, client_state, save_latest, exclude_frozen_parameters)
-        from wherry.compat.deepspeed import universal
+        from wherry.compat.deepspeed import saved_files
 
         module: dict[str, Any] | None = None
         if self.mp_world_size == 1 and not self._checkpoints.behind:
             state_dict = (
-                universal.without_weights
+                saved_files.without_weights
                 if self.zero_optimization_partition_weights()
                 else type(self).module_state_dict
             )
@@ -408,9 +408,9 @@ class DeepSpeedEngine(Engine):
             if world.rank == 0:
                 Path(save_dir, "zero_to_fp32.py").write_text(EXPORTER, encoding="utf-8")
                 if module is not None:
-                    universal.write_model_file(self, folder, module)
+                    saved_files.write_model_file(self, folder, module)
             if module is not None and self.optimizer is not None and self.zero_optimization():
-                universal.write_optimizer_file(self, folder, world.rank)
+                saved_files.write_optimizer_file(self, folder, world.rank)
 
         together(world, f"writing beside {save_dir}", write)
         return saved
@@ -434,7 +434,7 @@ class DeepSpeedEngine(Engine):
             raise not_part_of_wherry(
                 "load_checkpoint(custom_load_fn=...)", "load what differs into engine.module inside GatheredParameters"
             )
-        from wherry.compat.deepspeed import loading, universal
+        from wherry.compat.deepspeed import loading, saved_files
 
         self._check_open()
         self._shown.close()
@@ -455,9 +455,9 @@ class DeepSpeedEngine(Engine):
                 groups = [[names[each] for each in group["params"] if each in names] for group in self._groups()]
                 source = stack.enter_context(loading.as_ours(world, folder, own, groups))
             super().load_checkpoint(source, None if own == "." else own, *how)
-            taken = ["module"] if load_module_only else [*universal.TAKEN]
+            taken = ["module"] if load_module_only else [*saved_files.TAKEN]
             taken += ["lr_scheduler"] * load_lr_scheduler_states + ["optimizer"] * load_optimizer_states
-            told = universal.client_states(source / own, taken)
+            told = saved_files.client_states(source / own, taken)
         return str(folder / own), told
 
     def empty_partition_cache(self) -> None:

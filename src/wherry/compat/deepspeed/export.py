@@ -24,7 +24,7 @@ from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.files import write_text
 from wherry.checkpoint.format import WEIGHT, Entry, Manifest
 from wherry.checkpoint.reader import CheckpointReader
-from wherry.compat.deepspeed import universal
+from wherry.compat.deepspeed import saved_files
 from wherry.compat.deepspeed.importing import is_theirs
 from wherry.errors import WherryError
 from wherry.observe.log import say
@@ -174,7 +174,7 @@ def get_model_state_file(checkpoint_dir: Folder, zero_stage: int = 0) -> str:
         return str(path)
     folder, manifest = _find(checkpoint_dir, None, check=False)
     with CheckpointReader(folder, manifest) as source:
-        return _write_temporary(folder, path.name, universal.model_states(manifest, source))
+        return _write_temporary(folder, path.name, saved_files.model_states(manifest, source))
 
 
 def get_optim_files(checkpoint_dir: Folder) -> list[str]:
@@ -187,7 +187,7 @@ def get_optim_files(checkpoint_dir: Folder) -> list[str]:
         return paths
     folder, manifest = _find(checkpoint_dir, None, check=False)
     stage = int(manifest.config.get("zero_optimization", {}).get("stage", 0))
-    states = universal.optimizer_states(stage, manifest.world_size, manifest.config)
+    states = saved_files.optimizer_states(stage, manifest.world_size, manifest.config)
     return [_write_temporary(folder, "zero_pp_rank_0_mp_rank_00_optim_states.pt", states)]
 
 

@@ -49,7 +49,10 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "accelerator": (".accelerator: DeepSpeedAccelerator=Accelerator get_accelerator",),
     "accelerator.abstract_accelerator": (".accelerator: DeepSpeedAccelerator=Accelerator",),
     "accelerator.real_accelerator": (".accelerator: get_accelerator",),
-    "checkpoint": (".files: UNIVERSAL_CHECKPOINT_INFO",),
+    "checkpoint": (
+        ".files: ORIGINAL_VOCAB_SIZE PADDED_VOCAB_SIZE UNIVERSAL_CHECKPOINT_INFO UNIVERSAL_CHECKPOINT_VERSION_KEY "
+        "UNIVERSAL_CHECKPOINT_VERSION_VALUE",
+    ),
     "checkpoint.utils": (".utils: clone_tensors_for_torch_save",),
     "comm": _COMM,
     "comm.comm": _COMM,
