@@ -201,25 +201,6 @@ def test_where_nothing_is(tmp_path: Path) -> None:
     alias(body, ranks=2, stage=1, model=PLAIN, checkpoint={"tag_validation": "Fail"})
 
 
-def test_a_function_that_loads(tmp_path: Path) -> None:
-    """Give it whole weights and the whole module, which keeps what it writes."""
-
-    def body(engine: DeepSpeedEngine, comm: Comm) -> Any:
-        engine.save_checkpoint(tmp_path, client_state={"epoch": 3})
-
-        def load(src: dict[str, torch.Tensor], dst: torch.nn.Module) -> None:
-            assert set(src) == set(dict(PLAIN.named_parameters()))
-            dst.load_state_dict({name: tensor + 1 for name, tensor in src.items()})
-
-        assert engine.load_checkpoint(tmp_path, custom_load_fn=load)[1]["epoch"] == 3
-        return state_of(engine)
-
-    for found in alias(body, ranks=2, stage=3, model=PLAIN):
-        for name, parameter in PLAIN.named_parameters():
-            for kind in ("working", "master"):
-                assert torch.equal(found[f"{name}:{kind}"], parameter.detach().flatten() + 1)
-
-
 @pytest.fixture(params=[("writable", 3, 3), ("read-only", 1, 2)])
 def theirs(
     request: pytest.FixtureRequest, states: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

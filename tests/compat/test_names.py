@@ -10,7 +10,7 @@ MADE = {
     "DeepSpeedEngine": "_zero3_consolidated_16bit_state_dict _consolidated_16bit_state_dict mpu",
     "utils": "groups zero_to_fp32",
     "utils.groups": "_get_data_parallel_group _get_model_parallel_group _get_sequence_parallel_group "
-    "_get_sequence_parallel_rank _get_broadcast_src_rank _get_expert_parallel_group",
+    "_get_sequence_parallel_rank",
     "ops.op_builder": "AsyncIOBuilder",
     "comm": "all_reduce all_gather all_gather_into_tensor all_gather_object reduce_scatter reduce_scatter_tensor "
     "all_to_all all_to_all_single broadcast broadcast_object_list reduce gather scatter send recv isend irecv barrier "

@@ -50,7 +50,7 @@ assert isinstance(optimizer, deepspeed.runtime.base_optimizer.DeepSpeedOptimizer
 assert type(schedule).__name__ in deepspeed.runtime.lr_schedules.VALID_LR_SCHEDULES
 assert len(loader) == 3 and next(iter(loader)).shape == (4, 4)
 assert len(engine.deepspeed_io(list(range(12)), batch_size=3, route="eval")) == 2
-assert engine.get_batch_info() == (8, 4, 1) and engine.get_global_grad_norm() is None
+assert engine.train_batch_size() == 8 and engine.get_global_grad_norm() is None
 
 # Of weights that are held whole, ranks may make different numbers of forwards.
 with deepspeed.zero.GatheredParameters(engine.parameters()), torch.no_grad():
