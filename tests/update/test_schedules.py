@@ -117,7 +117,7 @@ def test_one_cycle_goes_on_with_groups_that_came_later_and_with_its_saved_rates(
     resumed.load_state_dict(schedule.state_dict())
     resumed.optimizer.step(), resumed.step()
     close(resumed.get_last_lr(), [1.0])
-    close([resumed.momentum(1)], [0.85])
+    close(resumed.momenta(1), [0.85])
 
 
 def test_one_cycle_and_optimizers_with_other_momentum_or_none(caplog):
@@ -128,7 +128,7 @@ def test_one_cycle_and_optimizers_with_other_momentum_or_none(caplog):
     assert with_momentum.param_groups[0]["momentum"] == 0.8
     without = sgd()
     OneCycle(without, 0.0, 1.0)
-    assert "SGD has no momentum to cycle" in caplog.text
+    assert "SGD has no betas or momentum to cycle" in caplog.text
     assert without.param_groups[0]["momentum"] == 0.0
     kept = adam()
     OneCycle(kept, 0.0, 1.0, cycle_momentum=False)

@@ -1,4 +1,4 @@
-"""Learning rate schedules: closed forms of the step, on torch's scheduler.
+"""Learning rate schedules: closed forms of the step, and torch's schedulers of them.
 
 Step 0 is the first update. Each class takes its parameters under the names that configs use.
 """
@@ -29,24 +29,30 @@ class AnotherOptimizerError(WherryError, AssertionError):
 Rates = float | Sequence[float]
 
 
-class _StepSchedule(LRScheduler):
-    """A torch scheduler whose learning rates follow from the step alone."""
+class ClosedForm:
+    """The closed form of a schedule: learning rates of an optimizer's groups at a step."""
+
+    optimizer: Optimizer
+    base_lrs: list[Any]
 
     def __init__(self, optimizer: Optimizer, last_batch_iteration: int) -> None:
-        if last_batch_iteration >= 0:
-            for group in optimizer.param_groups:
-                group.setdefault("initial_lr", group["lr"])
-        super().__init__(optimizer, last_epoch=last_batch_iteration)
+        """Set the first rates; a subclass calls this after it has read its own parameters."""
+        raise NotImplementedError
 
-    def _get_closed_form_lr(self) -> list[float | Any]:
-        return self.get_lr()
+    def rates(self, step: int) -> list[float]:
+        raise NotImplementedError
+
+    def own_rates(self, optimizer: Optimizer) -> list[float]:
+        return [float(group["lr"]) for group in optimizer.param_groups]
 
 
-class WarmupLR(_StepSchedule):
+class WarmupRates(ClosedForm):
     """From `warmup_min_lr` to `warmup_max_lr` over `warmup_num_steps` steps, constant afterwards.
 
     `warmup_max_lr` unset is each group's own learning rate.
     """
+
+    MIN_STEPS = 0
 
     def __init__(
         self,
@@ -57,24 +63,24 @@ class WarmupLR(_StepSchedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        own = [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
         self.min_lrs = _per_group("warmup_min_lr", warmup_min_lr, optimizer)
-        self.max_lrs = _per_group("warmup_max_lr", own if warmup_max_lr is None else warmup_max_lr, optimizer)
-        self.warmup_num_steps = _count("warmup_num_steps", warmup_num_steps)
+        max_lr = self.own_rates(optimizer) if warmup_max_lr is None else warmup_max_lr
+        self.max_lrs = _per_group("warmup_max_lr", max_lr, optimizer)
+        self.warmup_num_steps = max(self.MIN_STEPS, _count("warmup_num_steps", warmup_num_steps))
         self.warmup_type = _warmup_type(warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 
-    def get_lr(self) -> list[float | Any]:
-        share = self._share(self.last_epoch)
+    def rates(self, step: int) -> list[float]:
+        share = self._share(step)
         return [low + (high - low) * share for low, high in zip(self.min_lrs, self.max_lrs, strict=True)]
 
     def _share(self, step: int) -> float:
-        """How far from the lowest to the highest rate, 0 to 1."""
-        return warmed(step, self.warmup_num_steps, self.warmup_type)
+        """Interpolate from the lowest (0) to the highest rate (1)."""
+        return _warmed(step, self.warmup_num_steps, self.warmup_type)
 
 
-class WarmupDecayLR(WarmupLR):
-    """As `WarmupLR`, then back to `warmup_min_lr` in a straight line that ends at step `total_num_steps`."""
+class WarmupDecayRates(WarmupRates):
+    """As `WarmupRates`, then back to `warmup_min_lr` in a straight line that ends at step `total_num_steps`."""
 
     def __init__(
         self,
@@ -86,17 +92,20 @@ class WarmupDecayLR(WarmupLR):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self.total_num_steps = _total(type(self).__name__, total_num_steps)
+        self.total_num_steps = _total(type(self).__name__, total_num_steps, warmup_num_steps)
         super().__init__(optimizer, warmup_min_lr, warmup_max_lr, warmup_num_steps, warmup_type, last_batch_iteration)
 
     def _share(self, step: int) -> float:
         if step < self.warmup_num_steps:
             return super()._share(step)
-        return 1.0 - _progress(step, self.warmup_num_steps, self.total_num_steps)
+        remaining = max(0, self.total_num_steps - step)
+        return remaining / max(1, self.total_num_steps - self.warmup_num_steps)
 
 
-class WarmupCosineLR(_StepSchedule):
+class WarmupCosineRates(ClosedForm):
     """Shares of each group's own rate: from `warmup_min_ratio` to 1, then a half cosine to `cos_min_ratio`."""
+
+    MIN_STEPS = 0
 
     def __init__(
         self,
@@ -108,62 +117,30 @@ class WarmupCosineLR(_StepSchedule):
         warmup_type: str = "log",
         last_batch_iteration: int = -1,
     ) -> None:
-        self.total_num_steps = _total(type(self).__name__, total_num_steps)
-        self.warmup_num_steps = _count("warmup_num_steps", warmup_num_steps)
+        self.total_num_steps = _total(type(self).__name__, total_num_steps, warmup_num_steps)
+        self.warmup_num_steps = max(self.MIN_STEPS, _count("warmup_num_steps", warmup_num_steps))
         self.warmup_min_ratio = float(warmup_min_ratio)
         self.cos_min_ratio = float(cos_min_ratio)
         self.warmup_type = _warmup_type(warmup_type)
         super().__init__(optimizer, last_batch_iteration)
 
-    def get_lr(self) -> list[float | Any]:
-        ratio = self._ratio(self.last_epoch)
+    def rates(self, step: int) -> list[float]:
+        ratio = self._ratio(step)
         return [float(base) * ratio for base in self.base_lrs]
 
     def _ratio(self, step: int) -> float:
         if step < self.warmup_num_steps:
-            share = warmed(step, self.warmup_num_steps, self.warmup_type)
+            share = _warmed(step, self.warmup_num_steps, self.warmup_type)
             return self.warmup_min_ratio + (1.0 - self.warmup_min_ratio) * share
         progress = _progress(step, self.warmup_num_steps, self.total_num_steps)
         return self.cos_min_ratio + (1.0 - self.cos_min_ratio) * (1.0 + math.cos(math.pi * progress)) / 2.0
 
 
-class Cycle:
-    """The closed form of `OneCycle`, between the lowest and the highest values of each group."""
-
-    # Steps up and down, and into how many stairs each half is cut.
-    first: float
-    second: float
-    first_stairs: int
-    second_stairs: int
-    decay_lr_rate: float
-    decay_mom_rate: float
-    decay_step_size: float
-
-    def _rates(self, step: int, lows: Sequence[Any], highs: Sequence[Any]) -> list[Any]:
-        if step > self.first + self.second:
-            return [low / (1.0 + self.decay_lr_rate * self._decay_intervals(step)) for low in lows]
-        height = self._height(step)
-        return [low + (high - low) * height for low, high in zip(lows, highs, strict=True)]
-
-    def _momenta(self, step: int, lows: Sequence[float], highs: Sequence[float]) -> list[float]:
-        if step > self.first + self.second:
-            return [high * (1.0 + self.decay_mom_rate * self._decay_intervals(step)) for high in highs]
-        height = self._height(step)
-        return [high - (high - low) * height for low, high in zip(lows, highs, strict=True)]
-
-    def _height(self, step: int) -> float:
-        """How high in the cycle, 0 to 1; with stairs, the stair that has been reached."""
-        climbed, size, stairs = step % (self.first + self.second), self.first, self.first_stairs
-        if climbed > self.first:
-            climbed, size, stairs = self.first + self.second - climbed, self.second, self.second_stairs
-        return (climbed * stairs // size) / stairs if stairs > 0 else climbed / size
-
-    def _decay_intervals(self, step: int) -> float:
-        return (step - self.first - self.second) / self.decay_step_size if self.decay_step_size else 0.0
-
-
-class OneCycle(Cycle, _StepSchedule):
+class OneCycleRates(ClosedForm):
     """One cycle of the learning rate, up and down, with the momentum against it; then an optional decay."""
+
+    # The hyper-parameters of an optimizer that the momentum cycles in.
+    MOMENTA: tuple[str, ...] = ("betas", "momentum")
 
     def __init__(
         self,
@@ -188,37 +165,55 @@ class OneCycle(Cycle, _StepSchedule):
         for name in ("cycle_min_lr", "cycle_max_lr", "cycle_min_mom", "cycle_max_mom"):
             _per_group(name, getattr(self, name), optimizer)
         self.first = max(1, _count("cycle_first_step_size", cycle_first_step_size))
-        self.second = self.first if cycle_second_step_size is None else max(1, cycle_second_step_size)
-        self.first_stairs = _count("cycle_first_stair_count", cycle_first_stair_count)
+        second = self.first if cycle_second_step_size is None else cycle_second_step_size
+        self.second = _count("cycle_second_step_size", second)
+        self.first_stairs = cycle_first_stair_count
         self.second_stairs = self.first_stairs if cycle_second_stair_count is None else cycle_second_stair_count
         self.decay_lr_rate, self.decay_mom_rate = decay_lr_rate, decay_mom_rate
         self.decay_step_size = _count("decay_step_size", decay_step_size)
-        self.cycle_momentum = cycle_momentum and _cycles_momentum(optimizer)
+        self.cycle_momentum = cycle_momentum and self._has_momentum(optimizer)
         super().__init__(optimizer, last_batch_iteration)
 
-    def momentum(self, step: int) -> float | list[float]:
-        """The momentum (for Adam and its like the first beta) at a step; of each group, if it was given for each."""
-        momenta = self._momenta(step, *self._each("cycle_min_mom", "cycle_max_mom"))
-        one_of_all = not any(isinstance(given, list | tuple) for given in (self.cycle_min_mom, self.cycle_max_mom))
-        return momenta[0] if one_of_all else momenta
+    def rates(self, step: int) -> list[float]:
+        lows, highs = self._each("cycle_min_lr", "cycle_max_lr")
+        if step > self.first + self.second:
+            return [low / (1.0 + self.decay_lr_rate * self._decay_intervals(step)) for low in lows]
+        height = self._height(step)
+        return [low + (high - low) * height for low, high in zip(lows, highs, strict=True)]
 
-    def get_lr(self) -> list[float | Any]:
-        step = self.last_epoch
-        # torch asks for the rates exactly when they are about to be set, which is the moment for the momentum too.
-        momenta = self._momenta(step, *self._each("cycle_min_mom", "cycle_max_mom")) if self.cycle_momentum else ()
-        for group, momentum in zip(self.optimizer.param_groups, momenta, strict=False):
-            if "betas" in group:
-                group["betas"] = (momentum, group["betas"][1])
-            elif group.get("momentum"):
-                group["momentum"] = momentum
-        return self._rates(step, *self._each("cycle_min_lr", "cycle_max_lr"))
+    def momenta(self, step: int) -> list[float]:
+        """Compute the momentum of each group, which for Adam and its like is the first beta."""
+        lows, highs = self._each("cycle_min_mom", "cycle_max_mom")
+        if step > self.first + self.second:
+            return [high * (1.0 + self.decay_mom_rate * self._decay_intervals(step)) for high in highs]
+        height = self._height(step)
+        return [high - (high - low) * height for low, high in zip(lows, highs, strict=True)]
+
+    def _has_momentum(self, optimizer: Optimizer) -> bool:
+        if any(group.get(name) for group in optimizer.param_groups for name in self.MOMENTA):
+            return True
+        warn(
+            "scheduler.params.cycle_momentum: %s has no %s to cycle; only the learning rate cycles. Set "
+            "cycle_momentum to false to say so.", type(optimizer).__name__, " or ".join(self.MOMENTA),
+        )  # fmt: skip
+        return False
+
+    def _height(self, step: int) -> float:
+        """Compute the height in the cycle, 0 to 1; with stairs, that of the stair reached."""
+        climbed, size, stairs = step % (self.first + self.second), self.first, self.first_stairs
+        if climbed > self.first:
+            climbed, size, stairs = self.first + self.second - climbed, self.second, self.second_stairs
+        return (climbed * stairs // size) / stairs if stairs > 0 else climbed / size
+
+    def _decay_intervals(self, step: int) -> float:
+        return (step - self.first - self.second) / self.decay_step_size if self.decay_step_size else 0.0
 
     def _each(self, *names: str) -> list[list[float]]:
-        """What was given under these names, for each group that there is now."""
+        """Expand these parameters to one number for each of the optimizer's present groups."""
         return [_per_group(name, getattr(self, name), self.optimizer) for name in names]
 
 
-class LRRangeTest(_StepSchedule):
+class RangeTestRates(ClosedForm):
     """A learning rate that grows from `lr_range_test_min_lr` on, to find the largest that trains."""
 
     def __init__(
@@ -236,13 +231,61 @@ class LRRangeTest(_StepSchedule):
         self.staircase = lr_range_test_staircase
         super().__init__(optimizer, last_batch_iteration)
 
-    def get_lr(self) -> list[float | Any]:
-        step = self.last_epoch
+    def rates(self, step: int) -> list[float]:
         intervals = step // self.step_size if self.staircase else step / self.step_size
         return [low * (1.0 + self.step_rate * intervals) for low in self.min_lrs]
 
 
-_SCHEDULES: dict[str, type[_StepSchedule]] = {
+class _TorchSchedule(ClosedForm, LRScheduler):
+    """A torch scheduler whose learning rates follow from the step alone."""
+
+    def __init__(self, optimizer: Optimizer, last_batch_iteration: int) -> None:
+        if last_batch_iteration >= 0:
+            for group in optimizer.param_groups:
+                group.setdefault("initial_lr", group["lr"])
+        LRScheduler.__init__(self, optimizer, last_epoch=last_batch_iteration)
+
+    def own_rates(self, optimizer: Optimizer) -> list[float]:
+        return [float(group.get("initial_lr", group["lr"])) for group in optimizer.param_groups]
+
+    def get_lr(self) -> list[float | Any]:
+        return self.rates(self.last_epoch)
+
+    def _get_closed_form_lr(self) -> list[float | Any]:
+        return self.get_lr()
+
+
+class WarmupLR(WarmupRates, _TorchSchedule):
+    """A torch scheduler of `WarmupRates`."""
+
+
+class WarmupDecayLR(WarmupDecayRates, _TorchSchedule):
+    """A torch scheduler of `WarmupDecayRates`."""
+
+
+class WarmupCosineLR(WarmupCosineRates, _TorchSchedule):
+    """A torch scheduler of `WarmupCosineRates`."""
+
+
+class OneCycle(OneCycleRates, _TorchSchedule):
+    """A torch scheduler of `OneCycleRates`."""
+
+    def get_lr(self) -> list[float | Any]:
+        # torch asks for the rates exactly when they are about to be set, which is the moment for the momentum too.
+        momenta = self.momenta(self.last_epoch) if self.cycle_momentum else ()
+        for group, momentum in zip(self.optimizer.param_groups, momenta, strict=False):
+            if "betas" in group:
+                group["betas"] = (momentum, group["betas"][1])
+            elif group.get("momentum"):
+                group["momentum"] = momentum
+        return super().get_lr()
+
+
+class LRRangeTest(RangeTestRates, _TorchSchedule):
+    """A torch scheduler of `RangeTestRates`."""
+
+
+_SCHEDULES: dict[str, type[_TorchSchedule]] = {
     "LRRangeTest": LRRangeTest,
     "OneCycle": OneCycle,
     "WarmupLR": WarmupLR,
@@ -348,13 +391,16 @@ def _count(name: str, value: int) -> int:
     return value
 
 
-def _total(schedule: str, value: Any) -> int:
+def _total(schedule: str, value: Any, warmup_steps: int) -> int:
     if value == "auto":
         raise WherryError(
             f'scheduler.params.total_num_steps: is "auto", but {schedule} must know how many updates the training '
             "makes, and nothing has said it; write the number"
         )
-    return _count("total_num_steps", value)
+    total = _count("total_num_steps", int(value) if isinstance(value, float) else value)
+    if total < warmup_steps:
+        warn("scheduler.params.total_num_steps: %d is less than warmup_num_steps, %d", total, warmup_steps)
+    return total
 
 
 def _warmup_type(value: str) -> str:
@@ -363,23 +409,13 @@ def _warmup_type(value: str) -> str:
     return value
 
 
-def warmed(step: int, steps: int, kind: str) -> float:
-    """How far a warm-up is, 0 to 1."""
+def _warmed(step: int, steps: int, kind: str) -> float:
+    """Compute the progress of a warm-up, 0 to 1."""
     if step >= steps:
         return 1.0
     return math.log(step + 1) / math.log(max(2, steps)) if kind == "log" else step / steps
 
 
 def _progress(step: int, start: int, end: int) -> float:
-    """How far between two steps, 0 to 1; past the end where the two leave no room."""
+    """Compute the progress between two steps, 0 to 1; past the end where the two leave no room."""
     return min(1.0, (step - start) / (end - start)) if end > start else 1.0
-
-
-def _cycles_momentum(optimizer: Optimizer) -> bool:
-    if any("betas" in group or group.get("momentum") for group in optimizer.param_groups):
-        return True
-    warn(
-        "scheduler.params.cycle_momentum: %s has no momentum to cycle; only the learning rate cycles. Set "
-        "cycle_momentum to false to say so.", type(optimizer).__name__,
-    )  # fmt: skip
-    return False
