@@ -60,7 +60,8 @@ def test_a_schedule_that_was_made_before_the_engine_moves_it(recwarn):
         (2, {"zero": HOST, "optimizer": {"type": "lamb"}}, faces.DeepSpeedZeroOptimizer, ops.FusedLamb),
         (3, FP16, faces.DeepSpeedZeroOptimizer_Stage3, ops.FusedAdam),
         (3, {"optimizer": {"type": "muon"}}, faces.DeepSpeedZeroOptimizer_Stage3, ops.MuonWithAuxAdam),
-        (3, {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}, faces.ZeROOptimizer, torch.optim.AdamW),
+        (3, {"optimizer": {"type": "Adam", "params": {"torch_adam": True}}}, faces.DeepSpeedZeroOptimizer_Stage3,
+         torch.optim.AdamW),
     ],
 )  # fmt: skip
 def test_it_is_of_the_class_that_deepspeed_returns(stage, more, kind, inner):
@@ -95,11 +96,9 @@ class Mine(torch.optim.SGD):
 @pytest.mark.parametrize(
     ("stage", "make", "more", "kind", "message"),
     [
-        (0, None, SUMS_IN_FP32, NotImplementedError, "grad_accum_dtype"),
-        (1, None, {"zero": {"allgather_bucket_size": 1001}}, AssertionError,
-         r"multiple of nccl_start_alignment_factor.* got 1001"),
+        (0, None, SUMS_IN_FP32, AssertionError, "grad_accum_dtype"),
         (1, lambda p: Mine(p, lr=0.1), {}, AssertionError, "zero_allow_untested_optimizer"),
-        (2, torch.optim.Adam, {"zero": HOST, "zero_force_ds_cpu_optimizer": True}, faces.ZeRORuntimeException,
+        (2, torch.optim.Adam, {"zero": HOST, "zero_force_ds_cpu_optimizer": True}, AssertionError,
          "zero_force_ds_cpu_optimizer"),
         (1, lambda p: ops.FusedLamb(p, max_grad_norm=1.0), {}, wherry.WherryError,
          r"max_grad_norm=1\.0 is not offered; .*gradient_clipping"),
@@ -133,66 +132,40 @@ def test_state_is_shown_and_written_where_it_rests(stage, zero):
     engine.destroy()
 
 
-@pytest.mark.parametrize(
-    ("stage", "more", "key"),
-    [
-        (0, BF16, "fp32_groups_flat"),
-        (1, FP16, "single_partition_of_fp32_groups"),
-        (2, {"zero": HOST}, "single_partition_of_fp32_groups"),
-        (3, BF16, "fp32_flat_groups"),
-    ],
-)
-def test_a_state_dict_holds_the_masters_once_and_restores_everything(stage, more, key):
+@pytest.mark.parametrize(("stage", "more"), [(0, BF16), (1, FP16), (2, {"zero": HOST}), (3, BF16)])
+def test_a_state_dict_restores_everything(stage, more):
     engine = engine_of(stage, **more)
     step(engine)
-    state = engine.optimizer.state_dict()
-    before, held = masters(engine), copy.deepcopy(engine.module.state_dict())
-    assert torch.equal(torch.cat(state[key]), torch.cat([master.flatten() for master in before]))
-    if stage != 2:  # masters of 16-bit weights are parts of the flat, and are not saved twice
-        (storage,) = {flat.untyped_storage().data_ptr() for flat in state[key]}
-        assert {part["master"].untyped_storage().data_ptr() for part in state["state"].values()} == {storage}
-    saved = copy.deepcopy(state)
+    saved, before = copy.deepcopy(engine.optimizer.state_dict()), masters(engine)
+    held = copy.deepcopy(engine.module.state_dict())
     step(engine, 1)
     after = masters(engine)
     engine.module.load_state_dict(held)
-    engine.optimizer.load_state_dict([saved])  # one for each rank
+    engine.optimizer.load_state_dict(saved)
     assert all(map(torch.equal, masters(engine), before))
     step(engine, 1)
     assert all(map(torch.equal, masters(engine), after))
     engine.destroy()
 
 
-def test_a_rank_takes_its_own_part_of_a_list_of_states():
-    def body(comm):
-        engine = engine_of(1, mesh=comm, **BF16)
-        step(engine)
-        states = comm.gather_objects(copy.deepcopy(engine.optimizer.state_dict()))
-        before = masters(engine)
-        step(engine, 1)
-        engine.optimizer.load_state_dict(states)
-        assert all(map(torch.equal, masters(engine), before))
+def test_the_loss_scale_is_shown_and_needed():
+    norms = []
+    for by_optimizer in (True, False):
+        engine = engine_of(1, gradient_accumulation_steps=2, **FP16)
+        assert engine.optimizer.cur_scale == 16.0 and not engine.optimizer.overflow
+        with pytest.raises(RuntimeError, match="Loss scaling is required"):
+            loss_of(engine).backward()
+        for seed in range(2):
+            loss = loss_of(engine, seed)
+            if by_optimizer:  # of a loss that is divided already
+                engine.optimizer.backward(loss / 2)
+            else:
+                engine.backward(loss)
+            engine.step()
+        assert engine.global_steps == 1
+        norms.append(engine.get_global_grad_norm())
         engine.destroy()
-
-    run_ranks(2, body)
-
-
-def test_the_loss_scale_is_shown_and_set():
-    engine = engine_of(1, **FP16)
-    optimizer = engine.optimizer
-    for shown in (optimizer, optimizer.loss_scaler, optimizer.loss_scale_config):
-        assert (shown.loss_scale, shown.cur_scale, shown.dynamic_loss_scale) == (16.0, 16.0, True)
-    assert optimizer.loss_scaler.scale_window == 1000
-    assert optimizer.needs_scaler() and not optimizer.overflow
-    optimizer.cur_scale = 4.0
-    assert engine.loss_scale == 4.0
-    optimizer.loss_scaler.cur_scale = 8.0
-    loss = loss_of(engine)
-    assert optimizer.scale_if_loss(loss) == loss * 8
-    with pytest.raises(RuntimeError, match="Loss scaling is required"):
-        loss.backward()
-    step(engine)
-    assert optimizer.loss_scaler.cur_iter == 1
-    engine.destroy()
+    assert norms[0] == norms[1]
 
 
 def test_backward_refuses_what_is_no_loss_and_zero_grad_keeps_the_count_of_micro_batches():
@@ -264,19 +237,3 @@ def test_sparse_gradients_are_trained_as_dense_ones(stage):
         found.append(masters(engine))
         engine.destroy()
     assert all(map(torch.equal, *found))
-
-
-def test_equal_shares_of_gradients_at_stage_3():
-    def body(comm: Any) -> dict[int, dict[int, torch.Tensor]]:
-        engine = engine_of(3, mesh=comm)
-        engine.backward(loss_of(engine))
-        found = engine.optimizer.get_fp32_grad_partitions()
-        engine.destroy()
-        return found
-
-    parts, model = run_ranks(3, body), make_model()
-    model(batch()).mean().backward()
-    for number, parameter in enumerate(model.parameters()):
-        assert {part[0][number].numel() for part in parts} == {-(-parameter.numel() // 3)}
-        whole = torch.cat([part[0][number] for part in parts])
-        torch.testing.assert_close(whole[: parameter.numel()], parameter.grad.flatten())
