@@ -71,6 +71,7 @@ def test_keys_of_stage_3_without_their_prefix() -> None:
         {"compression_training": {"weight_quantization": {}}},
         {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
         {"gradient_allreduce_op": "max"},
+        {"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Liner"]}, "optimizer": ADAM},
         {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}},
     ],
 )
