@@ -114,8 +114,7 @@ def change(model: nn.Module) -> None:
     next(model.parameters()).grad = None
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_what_a_script_makes_of_gradients_is_what_moves_the_weights(ranks: int) -> None:
+def test_what_a_script_makes_of_gradients_is_what_moves_the_weights() -> None:
     plain, data = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(6, 2, 4)
     first = copy.deepcopy(plain)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)
@@ -130,15 +129,15 @@ def test_what_a_script_makes_of_gradients_is_what_moves_the_weights(ranks: int) 
         model = copy.deepcopy(first)
         engine = made(model, comm, torch.optim.AdamW(model.parameters(), lr=0.1))
         for number, pair in enumerate(data):
-            engine.backward(engine(pair[comm.rank :: ranks]).square().sum(1).mean())
+            engine.backward(engine(pair[comm.rank :: 2]).square().sum(1).mean())
             if number % 2:
                 change(model)
             engine.step()
         engine.close()
         return dict(model.state_dict())
 
-    for found in run_ranks(ranks, train):
-        torch.testing.assert_close(found, dict(plain.state_dict()))
+    for weights in run_ranks(2, train):
+        torch.testing.assert_close(weights, dict(plain.state_dict()))
 
 
 class Noise(nn.Module):

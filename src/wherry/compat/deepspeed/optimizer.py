@@ -146,7 +146,7 @@ def _itself(instance: torch.optim.Optimizer, engine: Engine) -> ShardedOptimizer
     instance.__class__ = type(base.__name__, (Itself, base), {"__module__": base.__module__})
     assert isinstance(instance, Itself)
     instance._patch_step_function()
-    # A schedule that was made before has put a step of its own there, and looks for it later.
+    # A schedule that was built earlier has wrapped the optimizer's step, and warns where the wrapper is missing.
     watched = taken.pop("step", None)
     if watched is not None:
         step: Any = partial(type(instance).step, instance)
@@ -164,30 +164,37 @@ def face(instance: torch.optim.Optimizer, engine: Engine) -> ShardedOptimizer:
         if not (config.fp16.enabled or config.bf16.enabled):
             return _itself(instance, engine)
         return (FP16_Optimizer if isinstance(instance, ops.FusedAdam) else FP16_UnfusedOptimizer)(instance, engine)
-    if _has_bf16_optimizer(config):
+    sums_in_fp32 = config.bf16.enabled and config.grad_accum_dtype() is torch.float32
+    if stage == 1 and sums_in_fp32 and not _offloads(config):
         return BF16_Optimizer(instance, engine)
     return (DeepSpeedZeroOptimizer_Stage3 if stage == 3 else DeepSpeedZeroOptimizer)(instance, engine)
-
-
-def _has_bf16_optimizer(config: Config) -> bool:
-    sums_in_fp32 = config.bf16.enabled and config.grad_accum_dtype() is torch.float32
-    return config.zero_optimization.stage == 1 and sums_in_fp32 and not _offloads(config)
 
 
 def resolve(
     model: nn.Module, config: Config, optimizer: OptimizerLike | None, model_parameters: Iterable[Any] | None
 ) -> OptimizerSpec | None:
     """Resolve the optimizer of `initialize`, with DeepSpeed's classes for names in a config, and its refusals."""
-    if optimizer is not None or config.optimizer is not None:
-        _check_types(config)
+    weights = config.working_dtype() or torch.float32
+    sums = config.grad_accum_dtype() or weights
+    has_optimizer = optimizer is not None or config.optimizer is not None
+    if has_optimizer and config.zero_optimization.stage == 0 and sums is not weights:
+        raise DeepSpeedConfigError(
+            f"data_types.grad_accum_dtype: {sums} with weights in {weights} needs zero_optimization.stage 1 or more; "
+            "leave the key out at stage 0"
+        )
     spec = resolve_optimizer(model, config, optimizer, model_parameters, partial(make, model))
-    if spec is not None:
-        if not config.keeps_masters():
-            spec = _without_masters(config, spec)
-        # Unset, DeepSpeed demands it too; here a torch optimizer gets its host counterpart.
-        if optimizer is not None and _offloads(config) and config.written.get("zero_force_ds_cpu_optimizer") is True:
-            _check_of_host(spec.instance)
-        spec.instance.param_groups[:] = [group for group in spec.groups if len(group["params"])]
+    if spec is None:
+        return None
+    if not config.keeps_masters():
+        spec = _without_masters(config, spec)
+    # Where the key is unset, a torch optimizer gets its host counterpart, which DeepSpeed refuses too.
+    forced = _offloads(config) and config.written.get("zero_force_ds_cpu_optimizer") is True
+    if forced and optimizer is not None and not isinstance(spec.instance, _ON_HOST):
+        raise DeepSpeedConfigError(
+            f"zero_force_ds_cpu_optimizer: offload_optimizer with the script's own {type(spec.instance).__name__}; "
+            "give deepspeed.ops.adam.DeepSpeedCPUAdam, or set that key to false"
+        )
+    spec.instance.param_groups[:] = [group for group in spec.groups if len(group["params"])]
     return spec
 
 
@@ -198,6 +205,7 @@ _CLASSES: Mapping[str, tuple[Any, Any]] = {
     "Lion": (ops.FusedLion, ops.DeepSpeedCPULion),
     "Lamb": (ops.FusedLamb, ops.FusedLamb),
 }
+_ON_HOST = (ops.DeepSpeedCPUAdam, ops.DeepSpeedCPULion, ops.DeepSpeedCPUAdagrad)
 
 
 def make(model: nn.Module, config: Config, parameters: list[Any]) -> torch.optim.Optimizer:
@@ -231,17 +239,6 @@ def _mark_for_muon(model: nn.Module) -> None:
         parameter.use_muon = is_matrix and name in chosen  # type: ignore[attr-defined]
 
 
-def _check_types(config: Config) -> None:
-    """Refuse another type of gradient sums than the weights' at stage 0."""
-    weights = config.working_dtype() or torch.float32
-    sums = config.grad_accum_dtype() or weights
-    if config.zero_optimization.stage == 0 and sums is not weights:
-        raise DeepSpeedConfigError(
-            f"data_types.grad_accum_dtype: {sums} with weights in {weights} needs zero_optimization.stage 1 or more; "
-            "leave the key out at stage 0"
-        )
-
-
 def _without_masters(config: Config, spec: OptimizerSpec) -> OptimizerSpec:
     """Check an optimizer that updates 16-bit weights themselves, and store moments in its own type."""
     states, optimizer = config.bf16.bf16_optimizer_states, spec.instance
@@ -263,14 +260,6 @@ def _without_masters(config: Config, spec: OptimizerSpec) -> OptimizerSpec:
             "DeepSpeedCPUAdam: fp32_optimizer_states=False with fp16 weights is not offered; leave it out"
         )
     return spec if spec.state_dtype == "int8" else replace(spec, state_dtype="fp32" if full else "bf16")
-
-
-def _check_of_host(instance: torch.optim.Optimizer) -> None:
-    if not isinstance(instance, ops.DeepSpeedCPUAdam | ops.DeepSpeedCPULion | ops.DeepSpeedCPUAdagrad):
-        raise DeepSpeedConfigError(
-            f"zero_force_ds_cpu_optimizer: offload_optimizer with a {type(instance).__name__} of the script's own; "
-            "give deepspeed.ops.adam.DeepSpeedCPUAdam, or set that key to false"
-        )
 
 
 def _offloads(config: Config) -> bool:
