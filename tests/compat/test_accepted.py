@@ -55,9 +55,9 @@ def test_what_deepspeed_does_not_read_is_left_aside_with_a_line(
         load_own(given)
 
 
-def test_keys_of_stage_3_without_their_prefix() -> None:
+def test_other_spellings_of_keys_of_stage_3() -> None:
     zero = {"stage": 3, "max_live_parameters": 0, "gather_16bit_weights_on_model_save": True}
-    read = load({"zero_optimization": zero}).zero_optimization
+    read = load({"zero_optimization": {**zero, "leaf_module": {"names": "experts"}}}).zero_optimization
     assert (read.stage3_max_live_parameters, read.stage3_gather_16bit_weights_on_model_save) == (0, True)
 
 

@@ -109,6 +109,8 @@ def load(config: Any, *, refuses: bool = True) -> Config:
             say("config: %s is left aside: %s", path, why)
         if isinstance(zero := written.get("zero_optimization"), dict):
             zero |= {f"stage3_{name}": zero.pop(name) for name in _SHORT if name in zero}
+            if isinstance(leaves := zero.get("leaf_module"), dict):
+                leaves |= {name: [value] for name, value in leaves.items() if isinstance(value, str)}
     overrides = {key: value for key, value in _defaults(written) if _at(written, key) is None}
     with _as_theirs():
         loaded = configs.load(source, overrides=overrides)
