@@ -64,17 +64,12 @@ def test_what_stands_in_grad(
     assert ours[1] == [None if grad is None else {0.5: 1.0, 1.5: 1.5}[grad] for grad in found]
 
 
-def drop(model: nn.Module) -> None:
-    for weight in model.parameters():
-        weight.grad = None
-
-
-BETWEEN: dict[str, Callable[[Any, nn.Module], None]] = {
+BETWEEN: dict[str, Callable[[Any, nn.Module], Any]] = {
     "the model's zero_grad": lambda engine, model: model.zero_grad(),
     "zeros": lambda engine, model: model.zero_grad(set_to_none=False),
     "the engine's zero_grad": lambda engine, model: engine.zero_grad(),
     "the optimizer's zero_grad": lambda engine, model: engine.optimizer.zero_grad(),
-    "none": lambda engine, model: drop(model),
+    "none": lambda engine, model: [setattr(weight, "grad", None) for weight in model.parameters()],
 }
 
 
@@ -108,13 +103,11 @@ def test_what_is_dropped_between_two_backwards_of_a_step(stage: int, between: st
     engine.close()
 
 
-def change(model: nn.Module) -> None:
-    """Clip gradients, and leave out the first."""
-    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
-    next(model.parameters()).grad = None
-
-
 def test_what_a_script_makes_of_gradients_is_what_moves_the_weights() -> None:
+    def change(model: nn.Module) -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+        next(model.parameters()).grad = None
+
     plain, data = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 4)), torch.randn(6, 2, 4)
     first = copy.deepcopy(plain)
     optimizer = torch.optim.AdamW(plain.parameters(), lr=0.1)

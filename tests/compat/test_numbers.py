@@ -56,13 +56,7 @@ def test_loss_scales(stage: int, block: dict[str, Any], overflows: str, expected
             scaler.update(True)
 
 
-@pytest.mark.parametrize(
-    ("params", "plain"),
-    [
-        ({}, torch.optim.AdamW),
-        ({"adam_w_mode": False}, torch.optim.Adam),
-    ],
-)
+@pytest.mark.parametrize(("params", "plain"), [({}, torch.optim.AdamW), ({"adam_w_mode": False}, torch.optim.Adam)])
 def test_adam_decouples_its_decay_unless_it_is_said(params: dict[str, Any], plain: type[torch.optim.Optimizer]) -> None:
     model, other = line(), line()
     block = {"type": "Adam", "params": {"lr": 0.1, "weight_decay": 0.5, **params}}
