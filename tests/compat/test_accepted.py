@@ -71,7 +71,6 @@ def test_other_spellings_of_keys_of_stage_3() -> None:
         {"compression_training": {"weight_quantization": {}}},
         {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}},
         {"gradient_allreduce_op": "max"},
-        {"torch_autocast": {"enabled": True, "lower_precision_safe_modules": ["torch.nn.Liner"]}, "optimizer": ADAM},
         {"gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}},
     ],
 )

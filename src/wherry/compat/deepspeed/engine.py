@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,6 @@ from torch.utils.hooks import RemovableHandle
 from wherry.build import initialize as wherry_initialize
 from wherry.checkpoint.errors import CheckpointError, on_first, together
 from wherry.compat.deepspeed import (
-    autocast,
     checkpointing,
     leaf_modules,
     not_part_of_wherry,
@@ -36,6 +35,7 @@ from wherry.compat.deepspeed.optimizer import (
     resolve,
 )
 from wherry.compat.deepspeed.timer import ThroughputTimer
+from wherry.compat.deepspeed.utils import warning_once
 from wherry.config import Config
 from wherry.dataloader import make_dataloader
 from wherry.engine import Engine
@@ -89,10 +89,8 @@ class DeepSpeedEngine(Engine):
         self.tput_timer = ThroughputTimer()
         if isinstance(self.optimizer, FP16_Optimizer | FP16_UnfusedOptimizer):
             self._update_on_zeros()
-        if self._config.torch_autocast.enabled:
-            autocast.mark(self.module, self._config)
-        else:
-            self._autocast = partial(autocast.not_autocast, self.device.type)
+        if not self._config.torch_autocast.enabled:
+            self._autocast = partial(_without_autocast, self.device.type)
         parameters.mark(self)
         if self.zero_optimization_stage() == 3 and self.optimizer is not None:
             self.optimizer.parameter_offload = Hooked(self.module)  # type: ignore[attr-defined]
@@ -468,6 +466,17 @@ class DeepSpeedEngine(Engine):
         for parameter in self.module.parameters():
             if isinstance(parameter, parameters.Marks):
                 parameter.partition()
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[Any]:
+    """Disable a torch.autocast of a GPU around a forward, where the engine's config has no `torch_autocast`."""
+    if not torch.is_autocast_enabled():
+        return nullcontext()
+    warning_once(
+        "torch.autocast is on around the engine, whose config has no torch_autocast: inside it is off. Give "
+        '"torch_autocast": {"enabled": true}, or leave it to bf16 or fp16'
+    )
+    return torch.autocast(device_type, enabled=False)
 
 
 class Hooked:

@@ -10,13 +10,9 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-import torch
-
 from wherry.checkpoint import folder as folders
-from wherry.checkpoint.checks import read_manifest
 from wherry.checkpoint.errors import CheckpointError, on_first, together
-from wherry.checkpoint.format import NAME, WEIGHT, dtype_named
-from wherry.checkpoint.reader import CheckpointReader
+from wherry.checkpoint.format import NAME
 from wherry.compat.deepspeed.importing import LATEST_UNIVERSAL, Names, import_checkpoint, is_theirs, pointed_to
 from wherry.observe.log import logger, say
 from wherry.parallel.comm import Comm
@@ -148,14 +144,3 @@ def _named_as(folder: Path, ours: Path) -> Iterator[None]:
         raise
     finally:
         logger.removeFilter(rename)
-
-
-def weights_of(checkpoint: Path) -> dict[str, torch.Tensor]:
-    """Read the whole weights and buffers of one of Wherry's checkpoints, under all their names."""
-    manifest = read_manifest(checkpoint)
-    weights: dict[str, torch.Tensor] = {}
-    with CheckpointReader(checkpoint, manifest) as source:
-        for name, entry in manifest.entries.items():
-            value = source.tensor(name, WEIGHT, dtype_named(entry.dtype))
-            weights.update(dict.fromkeys((name, *entry.aliases), value))
-    return weights

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 from typing import Any
 
 from wherry.compat.deepspeed.comm import get_rank
-from wherry.compat.deepspeed.constants import JOB_NAME_DEFAULT, WANDB_PROJECT_DEFAULT
 from wherry.config import blocks
 from wherry.observe.metrics import SERVICES
 
@@ -17,9 +16,9 @@ Event = tuple[str, float, int]
 
 # The block of each monitor, and DeepSpeed's defaults where they differ from Wherry's.
 _BLOCKS: dict[str, tuple[Any, dict[str, str]]] = {
-    "tensorboard": (blocks.TensorBoard, {"job_name": JOB_NAME_DEFAULT}),
-    "wandb": (blocks.Wandb, {"project": WANDB_PROJECT_DEFAULT}),
-    "csv_monitor": (blocks.CsvMonitor, {"job_name": JOB_NAME_DEFAULT}),
+    "tensorboard": (blocks.TensorBoard, {"job_name": "DeepSpeedJobName"}),
+    "wandb": (blocks.Wandb, {"project": "deepspeed"}),
+    "csv_monitor": (blocks.CsvMonitor, {"job_name": "DeepSpeedJobName"}),
     "comet": (blocks.Comet, {}),
 }
 
