@@ -15,7 +15,8 @@ from tests.compat.harness import engine_of
 from torch import nn
 
 from wherry.compat import deepspeed as compat
-from wherry.compat.deepspeed import autocast, builders, comm, monitor, profiling, runtime_utils, tiled, timer
+from wherry.compat.deepspeed import builders, comm, monitor, profiling, runtime_utils, tiled, timer
+from wherry.compat.deepspeed import engine as engines
 from wherry.compat.deepspeed.accelerator import Accelerator, Host
 from wherry.compat.deepspeed.names import ABSENT_MODULES, why_absent
 from wherry.observe.memory import format_bytes
@@ -88,7 +89,7 @@ def test_devices_communicate_by_the_backend_of_their_kind(
 
 
 def test_a_scripts_own_collectives_are_counted(alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(comm, "_script", comm.Traffic())
+    monkeypatch.setattr(comm, "script_traffic", comm.Traffic())
     tensor = torch.ones(4)
     for _ in range(2):
         comm.all_reduce(tensor)
@@ -217,7 +218,7 @@ def test_around_an_engine_the_config_decides(monkeypatch: pytest.MonkeyPatch, en
     on_cpu = torch.is_autocast_enabled
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda device="cpu": on_cpu(device))
     warned: list[str] = []
-    monkeypatch.setattr(autocast, "warning_once", warned.append)
+    monkeypatch.setattr(engines, "warning_once", warned.append)
     engine = engine_of(torch_autocast={"enabled": enabled, "dtype": "bfloat16"})
     x = torch.randn(2, 4)
     assert engine(x).dtype is inside and not warned

@@ -30,7 +30,7 @@ _SENT = {
 # DeepSpeed's names for collectives of torch.
 _RENAMED = {"allgather_fn": "all_gather_into_tensor", "reduce_scatter_fn": "reduce_scatter_tensor"}
 _watched = frozenset(_SENT)
-_script = Traffic()
+script_traffic = Traffic()
 
 
 class NotStarted(WherryError, AssertionError):
@@ -54,7 +54,7 @@ def _counted(name: str) -> Callable[..., Any]:
         if name in _watched:
             sent = dict(enumerate([*args, *kwargs.values()])).get(position)
             tensors = sent if isinstance(sent, list | tuple) else [sent]
-            _script.add(name, sum(tensor.nbytes for tensor in tensors if torch.is_tensor(tensor)))
+            script_traffic.add(name, sum(tensor.nbytes for tensor in tensors if torch.is_tensor(tensor)))
         return plain(*args, **kwargs)
 
     return call
@@ -179,7 +179,7 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     totals: Counter[str] = Counter()
     calls: Counter[str] = Counter()
     engines = [("engine: ", *pair) for engine in live_engines() for pair in engine.topology.traffic()]
-    for whose, among, traffic in [("", "", _script), *engines]:
+    for whose, among, traffic in [("", "", script_traffic), *engines]:
         for operation in traffic.calls:
             name = whose + operation + among
             calls[name] += traffic.calls[operation]

@@ -205,6 +205,12 @@ class DeepSpeedEngine(Engine):
 
     # When gradients are reduced.
 
+    def allreduce_gradients(self, bucket_size: int = 0) -> None:
+        """Finish the reduction at the boundary; mostly the backward has done it."""
+        self._check_open()
+        if self._window.backwards and self.is_gradient_accumulation_boundary():
+            self._complete_window()
+
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside accumulate only, without `step`; at stages 0 and 1."""
