@@ -17,7 +17,7 @@ from torch.utils.hooks import RemovableHandle
 
 from wherry import memory_report
 from wherry.activations import build as activations
-from wherry.checkpoint.session import Checkpoints, Session, StepCounts
+from wherry.checkpoint.session import Checkpoints, Session, StepCounts, plain_tensors
 from wherry.errors import DivergenceError, WherryError
 from wherry.fake import faking
 from wherry.life import Life, Lifetime
@@ -98,21 +98,21 @@ class Engine(nn.Module):
         self.global_samples = 0
         self.micro_steps = 0
         self.skipped_steps = 0
-        self._norm: float | None = None
+        self.last_norm: float | None = None
         # Whether the last call of `step` has updated the weights.
         self._applied = False
         self._life = Lifetime(self.CLOSED)
         self._compare_every = config.wherry.compare_replicas
-        self._config = config
+        self.settings = config
         self._builder = builder
         self._gatherer = gatherer
-        self._gradients = gradients
+        self.flat_gradients = gradients
         self._updater = updater
         self._offload = offload
         self._offloaded = OffloadedStates(units, gatherer, gradients, updater, offload.link)
-        self._scaler = self.make_scaler(config)
+        self.scaler = self.make_scaler(config)
         major = config.wherry.accumulation == "layer_major"
-        self._window = Window(
+        self.window = Window(
             config.batch(self.comm.size),
             self.comm.size,
             together=topology.context.size,
@@ -120,16 +120,13 @@ class Engine(nn.Module):
             managed=config.managed_gradient_accumulation,
             summed=config.gradient_allreduce_op == "sum",
         )
-        dtype = config.autocast_dtype()
-        # What is entered around each forward, and whether its inputs become fp16.
-        self._autocast: Callable[[], AbstractContextManager[Any]] = (
-            nullcontext if dtype is None else partial(torch.autocast, self.device.type, dtype)
-        )
+        # The context of each forward, and whether its inputs become fp16.
+        self._autocast = self.make_autocast()
         self._halves_inputs = config.fp16.enabled and config.fp16.auto_cast
         self._log = get_logger(topology.global_rank)
         synchronize = None if self.device.type == "cpu" else partial(torch.accelerator.synchronize, self.device)
         self._reporter = Reporter(config, topology.traffic, self._log, synchronize)
-        self._nonfinite = NonFinite(config.nonfinite(), topology, units, gradients, self._scaler, self._log)
+        self._nonfinite = NonFinite(config.nonfinite(), topology, units, gradients, self.scaler, self._log)
         beside = offload.policy.beside
         self._hooks = Hooks(
             module, units, gatherer, gradients, self, updates_beside=beside, layer_major=major,
@@ -148,18 +145,24 @@ class Engine(nn.Module):
 
     def _take_stock(self) -> None:
         """Note the flats that units have now."""
-        self._states = ParameterStates(self.access, self._state_of, self._groups(), self._gradients, self.topology)
-        self._roster = Roster(self._model, self.units, {p for group in self._groups() for p in group["params"]})
+        groups = self.param_groups()
+        self._states = ParameterStates(self.access, self._state_of, groups, self.flat_gradients, self.topology)
+        self._roster = Roster(self._model, self.units, {p for group in groups for p in group["params"]})
 
     def make_optimizer(self, instance: torch.optim.Optimizer) -> ShardedOptimizer:
         """What a training loop is given for the user's optimizer."""
         return ShardedOptimizer(instance, self.update, self.zero_grad_of_loop, lambda: self.states)
 
+    def make_autocast(self) -> Callable[[], AbstractContextManager[Any]]:
+        """Choose the context of each forward."""
+        dtype = self.settings.autocast_dtype()
+        return nullcontext if dtype is None else partial(torch.autocast, self.device.type, dtype)
+
     # Forward.
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if not self._life.free:
-            self._check_open()
+            self.check_open()
             if self._hooks.travels:
                 self._life.check_process("forward")
         model = self._model
@@ -172,7 +175,7 @@ class Engine(nn.Module):
             hooks.check_transforms()
         with hooks.turns.taken("forward"):
             if hooks.running[0] or hooks.backward.running:
-                self._check_turn("forward")
+                self.check_turn("forward")
             if self._halves_inputs:
                 args, kwargs = with_tensors((args, kwargs), lambda t: t.half() if t.is_floating_point() else t)
             try:
@@ -189,7 +192,7 @@ class Engine(nn.Module):
                     self.comm.tell(error)
                 raise
 
-    def _check_turn(self, call: str) -> None:
+    def check_turn(self, call: str) -> None:
         """A call comes to what has not ended: another thread is inside of it, or it has failed without a word.
 
         What an exception has left behind is cleared here, and what is left of it for good is told.
@@ -199,14 +202,14 @@ class Engine(nn.Module):
         if hooks.running[0] and not hooks.turns.is_nested():
             hooks.break_off()  # by Ctrl-C, in a call of the model itself
         if hooks.backward.running and (call == "backward" or backward_task() == NO_TASK):
-            self._drop_window()
+            self.drop_window()
         if self._updater is not None:
             self._updater.check_whole()
 
     def forward_begins(self) -> None:
         """Called by the model's hook. What an exception left behind is cleared here, so that this step is healthy."""
         if self._hooks.backward.running:
-            self._drop_window()
+            self.drop_window()
         if self._updater is not None and self._updater.broken is not None:
             self._updater.check_whole()
         if torch.is_grad_enabled():
@@ -223,7 +226,7 @@ class Engine(nn.Module):
         within a window, inside `gathered`, and between a forward and its backward.
         """
         names = self._roster.unfrozen
-        if not names or self._window.so_far or self._life.now is not Life.OPEN or self._in_use(self._unfrozen_flats()):
+        if not names or self.window.so_far or self._life.now is not Life.OPEN or self._in_use(self._unfrozen_flats()):
             return
         call, unfrozen = f"step {self.global_steps + 1}", self._unfrozen_flats()
         agree(self.topology, call, stage=[("the list of parameters that are no longer frozen", ", ".join(names))])
@@ -258,8 +261,8 @@ class Engine(nn.Module):
         return any(flat.pins or (awaited and not flat.resident) for flat in flats)
 
     def _choose_gradients(self, flats: Sequence[Flat]) -> None:
-        policy = self._offload.gradient_policy(flats, self._window.batch.accumulation)
-        self._gradients.choose(policy, partial(self._offload.way_of, policy), flats)
+        policy = self._offload.gradient_policy(flats, self.window.batch.accumulation)
+        self.flat_gradients.choose(policy, partial(self._offload.way_of, policy), flats)
 
     # Backward.
 
@@ -270,7 +273,7 @@ class Engine(nn.Module):
         was divided already. A plain `loss.backward()` does the same as this with the defaults.
         """
         if not self._life.free:
-            self._check_open()
+            self.check_open()
         _checked(loss)
         self._backward([loss], retain_graph=retain_graph, averaged=scale_wrt_gas)
         return loss
@@ -278,10 +281,10 @@ class Engine(nn.Module):
     def _backward(self, losses: Sequence[torch.Tensor], *, retain_graph: bool = False, averaged: bool = True) -> None:
         """One backward of the sum of so many micro-batches' losses."""
         with self._hooks.turns.taken("backward"):
-            self._begin_backward(micro_batches=len(losses), averaged=averaged)
+            self.begin_backward(micro_batches=len(losses), averaged=averaged)
             scaled = losses
-            if self._scaler.scale != 1.0:
-                scaled = [loss * self._scaler.scale for loss in losses]
+            if self.scaler.scale != 1.0:
+                scaled = [loss * self.scaler.scale for loss in losses]
             try:
                 with self._reporter.phase("backward", self.global_steps + 1):
                     torch.autograd.backward(scaled, retain_graph=retain_graph)
@@ -289,32 +292,32 @@ class Engine(nn.Module):
             except BaseException as error:
                 self._explain_shortage(error, "backward")
                 self.comm.tell(error)
-                self._drop_window()
+                self.drop_window()
                 raise
         for loss in losses:
             self._reporter.loss(loss)
 
     def scale(self, loss: torch.Tensor) -> torch.Tensor:
         """The loss times the loss scale, for a backward of one's own: `engine.scale(loss).backward()`."""
-        scaled = loss * self._scaler.scale
+        scaled = loss * self.scaler.scale
         scaled.register_hook(self._hooks.backward.notice_scaled)
         return scaled
 
     def backward_begins(self) -> None:
         """Called by a hook: the user's own `loss.backward()` has begun."""
-        self._begin_backward(scaled=self._hooks.backward.scaled, makes_gradients=self._hooks.reaches_weights)
+        self.begin_backward(scaled=self._hooks.backward.scaled, makes_gradients=self._hooks.reaches_weights)
 
     def backward_ends(self) -> None:
         """Called by autograd, when the last gradient of the user's own backward has been computed."""
         if not self._hooks.backward.running:
             return
         try:
-            self._end_backward(makes_gradients=self._gradients.have_arrived)
+            self._end_backward(makes_gradients=self.flat_gradients.have_arrived)
         except WherryError:
-            self._drop_window()
+            self.drop_window()
             raise
 
-    def _begin_backward(
+    def begin_backward(
         self,
         makes_gradients: Callable[[], bool] = lambda: True,
         *,
@@ -327,16 +330,16 @@ class Engine(nn.Module):
             self._life.check_not_generating("backward")
         hooks = self._hooks
         if hooks.running[0] or hooks.backward.running or hooks.turns.holder not in (0, get_ident()):
-            self._check_turn("backward")
+            self.check_turn("backward")
         try:
-            boundary = self._window.begin_backward(
-                micro_batches, averaged=averaged, scaled=scaled, loss_scale=self._scaler.scale, counts=makes_gradients
+            boundary = self.window.begin_backward(
+                micro_batches, averaged=averaged, scaled=scaled, loss_scale=self.scaler.scale, counts=makes_gradients
             )
         except WherryError:
-            self._drop_window()
+            self.drop_window()
             raise
         if self._updater is not None:
-            self._updater.begin_backward(self._groups(), self._gradient_scale(), boundary=boundary)
+            self._updater.begin_backward(self.param_groups(), self._gradient_scale(), boundary=boundary)
         hooks.begin_backward(boundary=boundary, micro_batches=micro_batches)
 
     def _end_backward(self, *, makes_gradients: bool) -> None:
@@ -346,11 +349,36 @@ class Engine(nn.Module):
             if self._updater is not None:
                 self._updater.cancel_backward()
             return
-        self._gradients.finish(self._gradient_scale(), self._window.own_scale_of(self._scaler.scale))
-        self._window.end_backward()
+        self.flat_gradients.finish(self._gradient_scale(), self.window.own_scale_of(self.scaler.scale))
+        self.window.end_backward()
 
     def _gradient_scale(self) -> float:
-        return self._window.scale_of(self._scaler.scale, self._gradients.policy.predivide)
+        return self.window.scale_of(self.scaler.scale, self.flat_gradients.policy.predivide)
+
+    def misses_loss_scale(self) -> bool:
+        """Tell whether the backward that begins is of a loss that lacks the dynamic scale."""
+        hooks = self._hooks
+        return self.scaler.dynamic and not hooks.backward.scaled and hooks.reaches_weights()
+
+    def take_gradients(self, given: dict[torch.Tensor, torch.Tensor]) -> None:
+        """Make these the gradients of a whole window, as a backward would that no hook sees."""
+        self.begin_backward(averaged=False, micro_batches=self.gradient_accumulation_steps())
+        for gradient in self.flat_gradients.all:
+            gradient.put(given)
+        self._end_backward(makes_gradients=True)
+
+    def update_on_zeros(self) -> None:
+        """Make the optimizer's states by an update on zero gradients, which counts as none."""
+        updater, groups = self._updater, self.param_groups()
+        assert updater is not None
+        before = self.window.force(True)
+        weights = [weight for group in groups for weight in group["params"] if weight.requires_grad]
+        self.take_gradients({weight: torch.zeros_like(weight) for weight in weights})
+        updater.step(groups, self._gradient_scale())
+        updater.flush()
+        updater.go_on_from(0)
+        self._end_window()
+        self.window.force(before)
 
     # Step.
 
@@ -360,14 +388,14 @@ class Engine(nn.Module):
         `lr_kwargs` go to the schedule's `step`. One that waits for a metric moves only when it is given here.
         """
         if not self._life.free:
-            self._check_open()
+            self.check_open()
         hooks = self._hooks
         with hooks.turns.taken("step"):
             updater = self._updater
             if hooks.running[0] or hooks.backward.running or (updater is not None and updater.broken is not None):
-                self._check_turn("step")
+                self.check_turn("step")
             self.micro_steps += 1
-            if not self._window.begin_step():
+            if not self.window.begin_step():
                 self._applied = False
                 return
             if self.optimizer is None:
@@ -387,11 +415,11 @@ class Engine(nn.Module):
 
     def update(self) -> bool:
         """One update of all weights from the window's gradients. False if it was skipped for non-finite gradients."""
-        updater, optimizer, window, turns = self._updater, self.optimizer, self._window, self._hooks.turns
+        updater, optimizer, window, turns = self._updater, self.optimizer, self.window, self._hooks.turns
         assert updater is not None and optimizer is not None
         if turns.holder != get_ident():  # this is `optimizer.step()`
             with turns.taken("step"), self._reporter.phase("step", self.global_steps + 1):
-                self._check_turn("step")
+                self.check_turn("step")
                 return self.update()
         if not window.backwards:
             self._applied = False
@@ -409,24 +437,26 @@ class Engine(nn.Module):
             if updater.policy.when != "delayed":  # whose weights stay as they are until then
                 updater.flush()
             self._compare_ranks(f"step {self.global_steps + 1}")
-        self._gradients.complete_window()
+        self.flat_gradients.complete_window()
         # One all-reduce gives the norm. Scale, clipping and overflow become one multiplier.
-        norm, schedule = self._gradients.norm, self._gatherer.schedule
+        norm, schedule = self.flat_gradients.norm, self._gatherer.schedule
         try:
-            squares = norm.total(self._gradients.all, self._gatherer.gather_digest, schedule.digest)
+            squares = norm.total(self.flat_gradients.all, self._gatherer.gather_digest, schedule.digest)
         except DivergenceError:
             schedule.differ()
-            self._drop_window()
+            self.drop_window()
             raise
         schedule.settle(one_path=norm.one_path)
-        self._norm, multiplier = norm_and_multiplier(squares, self._gradients.scale, self._config.gradient_clipping)
+        self.last_norm, multiplier = norm_and_multiplier(
+            squares, self.flat_gradients.scale, self.settings.gradient_clipping
+        )
         groups, found = optimizer.param_groups, None
-        if not math.isfinite(self._norm):
+        if not math.isfinite(self.last_norm):
             found = self._nonfinite.look(updater, groups, multiplier, self._reporter.last_loss)
         self._applied = found is None or self._nonfinite.ignores
         try:
             if self._applied:
-                updater.step(groups, multiplier, norm.absent(self._gradients.all))
+                updater.step(groups, multiplier, norm.absent(self.flat_gradients.all))
             else:
                 self.skipped_steps += 1
             if self._applied or any(finding.made for finding in found or ()):
@@ -443,8 +473,8 @@ class Engine(nn.Module):
         else:
             self._nonfinite.conclude(found, self.global_steps, self.get_lr())
         if self._reporter.tells_of(self.global_steps):
-            scale = self._scaler.scale if self._scaler.dynamic else None
-            self._reporter.updated(Update(self.global_steps, self.global_samples, self.get_lr(), self._norm, scale))
+            scale = self.scaler.scale if self.scaler.dynamic else None
+            self._reporter.updated(Update(self.global_steps, self.global_samples, self.get_lr(), self.last_norm, scale))
         if compares and updater.in_backward:
             updater.flush()
             self._compare_ranks(f"step {self.global_steps}")
@@ -458,54 +488,54 @@ class Engine(nn.Module):
         """Changes with the weights; None once there are none."""
         if self.closed:
             return None
-        updated = self._updater is not None and self._updater.in_backward and self._window.backwards > 0
-        return self._hooks._version, updated and self._window.complete
+        updated = self._updater is not None and self._updater.in_backward and self.window.backwards > 0
+        return self._hooks._version, updated and self.window.complete
 
     # The accumulation window.
 
     def is_gradient_accumulation_boundary(self) -> bool:
         """Whether the micro-batch at hand ends the window, so that `step()` will update."""
-        return self._window.ends_next()
+        return self.window.ends_next()
 
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Decide by hand whether the next backward ends the window; None goes back to counting micro-batches."""
-        self._window.force(is_boundary)
+        self.window.force(is_boundary)
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside accumulate only; the window ends with a backward outside."""
-        before = self._window.force(False)
+        before = self.window.force(False)
         try:
             yield
         finally:
-            self._window.force(before)
+            self.window.force(before)
 
     def _end_window(self) -> None:
         self._reporter.end_window()
-        self._gradients.end_window()
+        self.flat_gradients.end_window()
         self._hooks.end_window()
         self._gatherer.end_window()
-        self._window.reset()  # last: who is interrupted before has a window to drop
+        self.window.reset()  # last: who is interrupted before has a window to drop
 
-    def _drop_gradients(self) -> list[str]:
+    def drop_gradients(self) -> list[str]:
         """Drop the window's gradients. What has been updated from them already, by name."""
         self._hooks.end_backward()
         changed = self._updater.drop() if self._updater is not None else []
-        self._gradients.drop()
+        self.flat_gradients.drop()
         self._end_window()
         return changed
 
-    def _drop_window(self) -> None:
+    def drop_window(self) -> None:
         """As `_drop_gradients`, after an exception, or at the end."""
-        if self._drop_gradients() and self._updater is not None:
+        if self.drop_gradients() and self._updater is not None:
             self._log.warning("%s", self._updater.broken)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Drop the gradients of the window so far; its micro-batches are counted from the start again."""
-        self._check_turn("zero_grad")
-        if not self._window.so_far:
+        self.check_turn("zero_grad")
+        if not self.window.so_far:
             return
-        changed = self._drop_gradients()
+        changed = self.drop_gradients()
         if changed:
             raise WherryError(
                 f"zero_grad: the update policy in_backward has updated {len(changed)} parts of the model from these "
@@ -521,10 +551,10 @@ class Engine(nn.Module):
         Only the update policy in_backward leaves such; until this call, or `load_checkpoint`, nothing goes on. Every
         rank makes it. Returns the names of the parts.
         """
-        self._check_open()
+        self.check_open()
         with self._hooks.turns.taken("accept_partial_update()"):
             if self._hooks.backward.running:
-                self._drop_window()
+                self.drop_window()
             world = world_of(self.topology)
             world.meet("accept_partial_update()")
             updater = self._updater
@@ -542,7 +572,7 @@ class Engine(nn.Module):
 
     def zero_grad_of_loop(self) -> None:
         """A training loop's `optimizer.zero_grad()`. Loops call it for every micro-batch: within a window it waits."""
-        if self._window.complete or self._hooks.backward.running:
+        if self.window.complete or self._hooks.backward.running:
             self.zero_grad()
         elif self._updater is not None:
             self._updater.check_whole()
@@ -552,34 +582,34 @@ class Engine(nn.Module):
 
         Every rank makes the call, between windows. The micro-batch stays, so the loader does as well.
         """
-        self._resize(self._window.of_train_batch(train_batch_size), "set_train_batch_size()")
+        self._resize(self.window.of_train_batch(train_batch_size), "set_train_batch_size()")
 
     def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
         """Say that micro-batches are of another size from here on, with as many of them in a window.
 
         Every rank makes the call, between windows. A loader that has been made keeps its size.
         """
-        self._resize(self._window.of_micro_batch(micro_batch_size), "set_train_micro_batch_size()")
+        self._resize(self.window.of_micro_batch(micro_batch_size), "set_train_micro_batch_size()")
 
     def _resize(self, batch: BatchSizes, call: str) -> None:
-        self._window.check_between()
-        if batch == self._window.batch:
+        self.window.check_between()
+        if batch == self.window.batch:
             return
         world_of(self.topology).meet(call)
-        self._window.resize(batch)
-        if (batch.accumulation > 1) is self._gradients.policy.accumulates:
+        self.window.resize(batch)
+        if (batch.accumulation > 1) is self.flat_gradients.policy.accumulates:
             return
         # Windows of one micro-batch, and of more, have sums of another type and in another place.
-        self._choose_gradients([gradient.flat for gradient in self._gradients.all])
+        self._choose_gradients([gradient.flat for gradient in self.flat_gradients.all])
 
     # Training by iterator.
 
     def train_batch(self, data: Iterator[Any]) -> torch.Tensor:
         """One whole accumulation window from an iterator of micro-batches; returns the mean loss, detached."""
-        self._check_open()
+        self.check_open()
         with self._hooks.turns.taken("train_batch"):
-            batches = self._window.take(data)
-            if self._window.layer_major:
+            batches = self.window.take(data)
+            if self.window.layer_major:
                 found = self.backward_together([partial(self._loss_of, self._to_device(batch)) for batch in batches])
                 self.step()
                 losses = [loss.detach() for loss in found]
@@ -595,7 +625,7 @@ class Engine(nn.Module):
     @property
     def layer_major(self) -> bool:
         """Whether the micro-batches of a window run together, by `train_batch` or `backward_together`."""
-        return self._window.layer_major
+        return self.window.layer_major
 
     def backward_together(
         self, forwards: Sequence[Callable[[], torch.Tensor]], scale_wrt_gas: bool = True
@@ -603,7 +633,7 @@ class Engine(nn.Module):
         """The losses that `forwards` of the model return, which all go through a unit before the next, after one
         backward of them all. It is for layer-major windows; `step()` comes next.
         """
-        self._check_open()
+        self.check_open()
         with self._hooks.turns.taken("backward_together"):
             with self._reporter.phase("forward", self.global_steps + 1):
                 losses = self._hooks.run_layer_major(forwards)
@@ -642,7 +672,7 @@ class Engine(nn.Module):
     @contextmanager
     def gathered_for_generation(self) -> Iterator[None]:
         """As `wherry.gathered_for_generation(engine)`."""
-        self._check_open()
+        self.check_open()
         if self._hooks.travels:
             self._life.check_process("gathered_for_generation")
         if self._hooks.backward.running:
@@ -674,10 +704,10 @@ class Engine(nn.Module):
         afterwards where it was. For generation with another program between two phases of training.
         """
         if self._life.now is not Life.OFFLOADED:
-            self._check_open()
+            self.check_open()
             self._life.check_not_generating("offload_states")
         chosen = self._offloaded.chosen(include, device)
-        self._check_turn("offload_states()")
+        self.check_turn("offload_states()")
         self._flush()
         try:
             return self._offloaded.offload(chosen)
@@ -738,16 +768,16 @@ class Engine(nn.Module):
         states = load_optimizer_states and not load_module_only
         schedule = load_lr_scheduler_states and not load_module_only
         # The masters of a universal checkpoint are loaded as they are, as DeepSpeed does.
-        rounded = self._config.wherry.round_masters and not (states or self._config.checkpoint.load_universal)
+        rounded = self.settings.wherry.round_masters and not (states or self.settings.checkpoint.load_universal)
         options = LoadOptions(load_module_strict, states, schedule, not load_module_only, rounded)
-        self._check_open()
+        self.check_open()
         with self._hooks.turns.taken("load_checkpoint()"):
             world_of(self.topology).meet("load_checkpoint()")
             if self._hooks.backward.running:
-                self._drop_window()  # of updates that it has made, the next line is to know
+                self.drop_window()  # of updates that it has made, the next line is to know
             self._end_updates_for_load()
-            if states and self._window.so_far:
-                self._drop_window()  # whose gradients no update reads any more
+            if states and self.window.so_far:
+                self.drop_window()  # whose gradients no update reads any more
             self._train_unfrozen()  # whose state the checkpoint may have
             try:
                 loaded = self._checkpoints.load(load_dir, tag, options)
@@ -757,7 +787,7 @@ class Engine(nn.Module):
                 if (counts := loaded.counts) is not None:
                     self.global_steps, self.micro_steps = counts.global_steps, counts.micro_steps
                     self.global_samples, self.skipped_steps = counts.samples, counts.skipped_steps
-                    self._norm, self._applied = counts.norm, counts.applied
+                    self.last_norm, self._applied = counts.norm, counts.applied
                     if self._updater is not None:
                         self._updater.go_on_from(self.global_steps - self.skipped_steps)
             except BaseException as error:
@@ -814,12 +844,12 @@ class Engine(nn.Module):
     def _compare_ranks(self, call: str) -> None:
         """Raise where ranks hold other weights than they should, or have come to other options of their updates."""
         compare_replicas(self.units, self.topology, call)
-        agree(self.topology, call, stage=options_described(self._groups()))
+        agree(self.topology, call, stage=options_described(self.param_groups()))
 
     def _check_whole(self, call: str) -> None:
         """What is read or written is of one step."""
-        self._check_open()
-        self._check_turn(call)
+        self.check_open()
+        self.check_turn(call)
 
     def meet(self, call: str) -> None:
         """What all ranks call together begins here: where all can, and have come to the same call."""
@@ -833,7 +863,7 @@ class Engine(nn.Module):
         self._train_unfrozen()
 
     def _session(self) -> Session:
-        window = self._window
+        window = self.window
         return Session(
             module=self._model,
             units=self.units,
@@ -845,7 +875,7 @@ class Engine(nn.Module):
             gatherer=self._gatherer,
             updater=self._updater,
             optimizer=self.optimizer,
-            scaler=self._scaler,
+            scaler=self.scaler,
             lr_scheduler=self.lr_scheduler,
             dataloader=self.training_dataloader,
             config=self.config,
@@ -855,13 +885,22 @@ class Engine(nn.Module):
                 self.micro_steps - window.steps,
                 self.skipped_steps,
                 self.global_samples,
-                self._norm,
+                self.last_norm,
                 self._applied,
             ),
             micro_batches=window.so_far,
             accumulation=window.batch.accumulation,
             complete=self.has_gradients(),
         )
+
+    @property
+    def saves_behind(self) -> bool:
+        """Whether a save goes on beside training."""
+        return self._checkpoints.behind
+
+    def plain_tensors(self) -> dict[str, torch.Tensor]:
+        """Return what the module's state holds beside trained and frozen weights."""
+        return plain_tensors(self._session())
 
     # What people ask.
 
@@ -896,11 +935,11 @@ class Engine(nn.Module):
 
     def has_gradients(self) -> bool:
         """Whether the boundary's backward has run and its gradients are still there."""
-        return self._gradients.complete and self._window.backwards > 0
+        return self.flat_gradients.complete and self.window.backwards > 0
 
     def get_global_grad_norm(self) -> float | None:
         """The norm of the last window's gradients, before clipping; None before the first update."""
-        return self._norm
+        return self.last_norm
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> None:
         """Raise an error that names the config's key: clipping is part of the update.
@@ -916,7 +955,7 @@ class Engine(nn.Module):
     def _refuse_clipping(self, call: str, advice: str) -> NoReturn:
         raise WherryError(
             f'{call}: step() clips the norm, to the "gradient_clipping" of the config, which is '
-            f"{self._config.gradient_clipping}; {advice} and leave the call out. "
+            f"{self.settings.gradient_clipping}; {advice} and leave the call out. "
             "engine.get_global_grad_norm() is the norm before it"
         )
 
@@ -932,11 +971,11 @@ class Engine(nn.Module):
 
     def gradient_norms(self) -> dict[str, float]:
         """The norm of the last window's gradients by unit, before clipping. Every rank must call it."""
-        return self._gradients.norms(self.units)
+        return self.flat_gradients.norms(self.units)
 
     def memory(self) -> list[MemoryRow]:
         """Bytes by state and tier on this rank: what the placement comes to, and what is held now."""
-        return memory_report.rows(self.units, self._gradients, self._updater, self._offload, self._offloaded.nbytes)
+        return memory_report.rows(self.units, self.flat_gradients, self._updater, self._offload, self._offloaded.nbytes)
 
     def record_profile(
         self,
@@ -954,7 +993,7 @@ class Engine(nn.Module):
         from wherry.observe.profile import Profile
         from wherry.observe.timeline import Account
 
-        parts = self.units, self._gradients, self._updater
+        parts = self.units, self.flat_gradients, self._updater
         account = Account(
             self._model,
             self.device,
@@ -966,18 +1005,18 @@ class Engine(nn.Module):
         self._reporter.profile = Profile(account, Path(folder), steps, memory_step, self._log, told=told)
 
     def get_lr(self) -> list[float]:
-        return [float(group["lr"]) for group in self._groups()]
+        return [float(group["lr"]) for group in self.param_groups()]
 
     def get_mom(self) -> list[Any]:
-        return [group.get("betas", group.get("momentum")) for group in self._groups()]
+        return [group.get("betas", group.get("momentum")) for group in self.param_groups()]
 
-    def _groups(self) -> list[dict[str, Any]]:
+    def param_groups(self) -> list[dict[str, Any]]:
         return self.optimizer.param_groups if self.optimizer is not None else []
 
     @property
     def config(self) -> dict[str, Any]:
         """The resolved config, as JSON holds it."""
-        return self._config.to_dict()
+        return self.settings.to_dict()
 
     @property
     def global_rank(self) -> int:
@@ -997,42 +1036,42 @@ class Engine(nn.Module):
 
     @property
     def loss_scale(self) -> float:
-        return self._scaler.scale
+        return self.scaler.scale
 
     def train_batch_size(self) -> int:
-        return self._window.batch.train
+        return self.window.batch.train
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        return self._window.batch.micro
+        return self.window.batch.micro
 
     def gradient_accumulation_steps(self) -> int:
-        return self._window.batch.accumulation
+        return self.window.batch.accumulation
 
     def gradient_clipping(self) -> float:
-        return self._config.gradient_clipping
+        return self.settings.gradient_clipping
 
     def zero_optimization(self) -> bool:
         return self.zero_optimization_stage() > 0
 
     def zero_optimization_stage(self) -> int:
-        return self._config.zero_optimization.stage
+        return self.settings.zero_optimization.stage
 
     def zero_gather_16bit_weights_on_model_save(self) -> bool:
-        return self._config.zero_optimization.stage3_gather_16bit_weights_on_model_save
+        return self.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save
 
     @property
     def working_dtype(self) -> torch.dtype | None:
         """The dtype that the config gives the working weights; None where it leaves the model as it is."""
-        return self._config.working_dtype()
+        return self.settings.working_dtype()
 
     def fp16_enabled(self) -> bool:
-        return self._config.fp16.enabled
+        return self.settings.fp16.enabled
 
     def bfloat16_enabled(self) -> bool:
-        return self._config.bf16.enabled
+        return self.settings.bf16.enabled
 
     def steps_per_print(self) -> float | None:
-        return self._config.steps_per_print
+        return self.settings.steps_per_print
 
     # torch.compile.
 
@@ -1051,7 +1090,7 @@ class Engine(nn.Module):
 
             engine.compile(mode="max-autotune-no-cudagraphs")
         """
-        self._check_open()
+        self.check_open()
         if schedule is not None:
             raise WherryError("compile: a schedule of passes is not offered; blocks are compiled as they are")
         modules = self._blocks()
@@ -1063,7 +1102,7 @@ class Engine(nn.Module):
         arguments = {"backend": backend, **(compile_kwargs or {}), **options}
         graphs = uses_cuda_graphs(**arguments)
         if graphs:
-            refuse_cuda_graphs(arguments, self._config, self.topology, modules)
+            refuse_cuda_graphs(arguments, self.settings, self.topology, modules)
         for module in modules:
             module.compile(**arguments)
             if graphs:
@@ -1100,7 +1139,7 @@ class Engine(nn.Module):
 
     def _call(self, method: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """A method of the model, called through the engine, as in `engine.encode(x)`."""
-        self._check_open()
+        self.check_open()
         with self._hooks.turns.taken(method.__name__):
             try:
                 return self._hooks.call(method, args, kwargs)
@@ -1121,12 +1160,12 @@ class Engine(nn.Module):
 
     # Its end.
 
-    def _check_open(self) -> None:
+    def check_open(self) -> None:
         self._life.check_open()
 
     def _explain_shortage(self, error: BaseException, phase: str) -> None:
-        policy = self._config.activation_checkpointing.resolved_policy()
-        memory_report.explain_shortage(error, phase, self.device, self.memory, policy, self._window.batch.micro)
+        policy = self.settings.activation_checkpointing.resolved_policy()
+        memory_report.explain_shortage(error, phase, self.device, self.memory, policy, self.window.batch.micro)
 
     def close(self) -> None:
         """Give everything back: hooks, gradients, optimizer state, gathered weights.
@@ -1144,7 +1183,7 @@ class Engine(nn.Module):
             self._settle_last,
             self._checkpoints.close,
             self._gatherer.give_up,
-            self._drop_window,
+            self.drop_window,
             self._reporter.close,
             self._hooks.remove,
             self._roster.close,
@@ -1153,7 +1192,7 @@ class Engine(nn.Module):
             self._offloaded.close,
             *([self._updater.close] if self._updater is not None else []),
             *([self.optimizer.close] if self.optimizer is not None else []),
-            self._gradients.close,
+            self.flat_gradients.close,
             *(flat.close for unit in self.units for flat in unit.travelling),
             self.units.clear,
             self._offload.close,

@@ -33,8 +33,10 @@ FUNCTIONS = (
 )  # fmt: skip
 # Public to Wherry's own rooms alone.
 _INNER = {
-    "backward_begins", "backward_ends", "forward_begins", "keep", "meet", "update", "unwrap", "weights_version",
-    "zero_grad_of_loop",
+    "backward_begins", "backward_ends", "begin_backward", "check_open", "check_turn", "drop_gradients", "drop_window",
+    "flat_gradients", "forward_begins", "keep", "last_norm", "make_autocast", "meet", "misses_loss_scale",
+    "param_groups", "plain_tensors", "saves_behind", "scaler", "settings", "take_gradients", "update",
+    "update_on_zeros", "unwrap", "weights_version", "window", "zero_grad_of_loop",
 }  # fmt: skip
 
 

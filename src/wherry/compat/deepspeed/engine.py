@@ -88,9 +88,8 @@ class DeepSpeedEngine(Engine):
         self._shown = ExitStack()
         self.tput_timer = ThroughputTimer()
         if isinstance(self.optimizer, FP16_Optimizer | FP16_UnfusedOptimizer):
-            self._update_on_zeros()
-        if not self._config.torch_autocast.enabled:
-            self._autocast = partial(_without_autocast, self.device.type)
+            # DeepSpeed makes their states so: it decays weights, and counts as Adam's first update.
+            self.update_on_zeros()
         parameters.mark(self)
         if self.zero_optimization_stage() == 3 and self.optimizer is not None:
             self.optimizer.parameter_offload = Hooked(self.module)  # type: ignore[attr-defined]
@@ -98,39 +97,26 @@ class DeepSpeedEngine(Engine):
     def make_optimizer(self, instance: torch.optim.Optimizer) -> ShardedOptimizer:
         return face(instance, self)
 
-    def _update_on_zeros(self) -> None:
-        """How DeepSpeed makes the states of these optimizers: it decays weights, and counts as Adam's first update."""
-        weights = [weight for group in self._groups() for weight in group["params"]]
-        before = self._window.force(True)
-        self._take_gradients({weight: torch.zeros_like(weight) for weight in weights if weight.requires_grad})
-        updater = self._updater
-        assert updater is not None
-        updater.step(self._groups(), self._gradient_scale())
-        updater.flush()
-        updater.go_on_from(0)
-        self._end_window()
-        self._window.force(before)
-
-    def _take_gradients(self, given: dict[torch.Tensor, torch.Tensor]) -> None:
-        """As a window that makes these gradients, which no hook sees."""
-        self._begin_backward(averaged=False, micro_batches=self.gradient_accumulation_steps())
-        for gradient in self._gradients.all:
-            gradient.put(given)
-        self._end_backward(makes_gradients=True)
+    def make_autocast(self) -> Callable[[], AbstractContextManager[Any]]:
+        if self.settings.torch_autocast.enabled:
+            return super().make_autocast()
+        return partial(_without_autocast, self.device.type)
 
     def _take_gradients_set_by_hand(self) -> None:
         """Gradients that a script has set, which every rank is to have alike, are those of the step."""
-        weights = [w for group in self._groups() for w in group["params"] if w.requires_grad and w.grad is not None]
+        weights = [
+            w for group in self.param_groups() for w in group["params"] if w.requires_grad and w.grad is not None
+        ]
         have = self.comm.gather_objects(len(weights))
         if len({*have}) > 1:
             raise WherryError(f"step: gradients were set by hand for {have} weights of the ranks; set the same on each")
         if not weights:
             return
-        alike = 1 / self.comm.size if self._config.gradient_allreduce_op == "sum" else 1.0
+        alike = 1 / self.comm.size if self.settings.gradient_allreduce_op == "sum" else 1.0
         given = {weight: weight.grad * alike for weight in weights if weight.grad is not None}
         for weight in weights:
             weight.grad = None
-        self._take_gradients(given)
+        self.take_gradients(given)
 
     def backward(
         self,
@@ -161,9 +147,8 @@ class DeepSpeedEngine(Engine):
             )
 
     def backward_begins(self) -> None:
-        dynamic, backward = self._scaler.dynamic, self._hooks.backward
-        if dynamic and not backward.scaled and self._hooks.reaches_weights():
-            self._drop_window()
+        if self.misses_loss_scale():
+            self.drop_window()
             raise Unscaled(
                 "Loss scaling is required: gradients in fp16 are of a loss times its scale; call "
                 "engine.backward(loss), or engine.scale(loss).backward()"
@@ -174,41 +159,41 @@ class DeepSpeedEngine(Engine):
         super().backward_ends()
         self._in_grad.show()
 
-    def _begin_backward(self, makes_gradients: Callable[[], bool] = lambda: True, **how: Any) -> None:
+    def begin_backward(self, makes_gradients: Callable[[], bool] = lambda: True, **how: Any) -> None:
         if self._begins_anew and makes_gradients():
             self._begins_anew = False
             if self.has_gradients():
                 Engine.zero_grad(self)
         self._in_grad.take()
-        super()._begin_backward(makes_gradients, **how)
+        super().begin_backward(makes_gradients, **how)
 
-    def _drop_gradients(self) -> list[str]:
+    def drop_gradients(self) -> list[str]:
         self._in_grad.drop()
-        return super()._drop_gradients()
+        return super().drop_gradients()
 
     def _complete_window(self) -> None:
         with self._in_grad.taken():
-            self._gradients.complete_window()
+            self.flat_gradients.complete_window()
 
     def update(self) -> bool:
         """As the engine's own; the norm stays that of the last update, where this one is skipped."""
         parameters.check_all_used(self)
-        if not (self._window.backwards or self.zero_optimization()):
+        if not (self.window.backwards or self.zero_optimization()):
             self._take_gradients_set_by_hand()
         self._in_grad.take()
         self._begins_anew = False
-        before = self._norm
+        before = self.last_norm
         applied = super().update()
         if not applied:
-            self._norm = before or 0.0
+            self.last_norm = before or 0.0
         return applied
 
     # When gradients are reduced.
 
     def allreduce_gradients(self, bucket_size: int = 0) -> None:
         """Finish the reduction at the boundary; mostly the backward has done it."""
-        self._check_open()
-        if self._window.backwards and self.is_gradient_accumulation_boundary():
+        self.check_open()
+        if self.window.backwards and self.is_gradient_accumulation_boundary():
             self._complete_window()
 
     @contextmanager
@@ -239,7 +224,7 @@ class DeepSpeedEngine(Engine):
             )
         with self._accumulating("coalesce_grad_reduction"):
             yield
-        if self._window.backwards:
+        if self.window.backwards:
             self._complete_window()
 
     @contextmanager
@@ -261,12 +246,12 @@ class DeepSpeedEngine(Engine):
         """
         reduced = self.has_gradients() and self.zero_optimization()
         if reduced or self.zero_optimization_partition_gradients():
-            self._check_turn("zero_grad")
+            self.check_turn("zero_grad")
             self._begins_anew = reduced and not self.zero_optimization_partition_weights()
             return
-        steps = 0 if self.has_gradients() else self._window.steps
+        steps = 0 if self.has_gradients() else self.window.steps
         super().zero_grad(set_to_none)
-        self._window.steps = steps
+        self.window.steps = steps
 
     def zero_grad_of_loop(self) -> None:
         super().zero_grad_of_loop()
@@ -286,7 +271,7 @@ class DeepSpeedEngine(Engine):
 
     @property
     def communication_data_type(self) -> torch.dtype | None:
-        return self._config.communication_dtype() or self._config.working_dtype()
+        return self.settings.communication_dtype() or self.settings.working_dtype()
 
     def zero_optimization_partition_gradients(self) -> bool:
         return self.placement.gradients.partitioned
@@ -306,7 +291,7 @@ class DeepSpeedEngine(Engine):
         super().set_gradient_accumulation_boundary(is_boundary)
 
     def managed_gradient_accumulation(self) -> bool:
-        return self._config.managed_gradient_accumulation
+        return self.settings.managed_gradient_accumulation
 
     def deepspeed_io(
         self,
@@ -398,7 +383,7 @@ class DeepSpeedEngine(Engine):
         from wherry.compat.deepspeed import saved_files
 
         module: dict[str, Any] | None = None
-        if self.mp_world_size == 1 and not self._checkpoints.behind:
+        if self.mp_world_size == 1 and not self.saves_behind:
             state_dict = (
                 saved_files.without_weights
                 if self.zero_optimization_partition_weights()
@@ -440,11 +425,11 @@ class DeepSpeedEngine(Engine):
             )
         from wherry.compat.deepspeed import loading, saved_files
 
-        self._check_open()
+        self.check_open()
         self._shown.close()
         folder, world, what = Path(load_dir), world_of(self.topology), f"loading from {load_dir}"
         world.meet("load_checkpoint()")
-        as_universal = self._config.checkpoint.load_universal
+        as_universal = self.settings.checkpoint.load_universal
         found = on_first(world, what, lambda: loading.locate(folder, tag, universal=as_universal))
         if found is None:
             return None, None
@@ -456,7 +441,7 @@ class DeepSpeedEngine(Engine):
             source = folder
             if theirs:
                 names = {parameter: name for name, parameter in self.module.named_parameters()}
-                groups = [[names[each] for each in group["params"] if each in names] for group in self._groups()]
+                groups = [[names[each] for each in group["params"] if each in names] for group in self.param_groups()]
                 source = stack.enter_context(loading.as_ours(world, folder, own, groups))
             super().load_checkpoint(source, None if own == "." else own, *how)
             taken = ["module"] if load_module_only else [*saved_files.TAKEN]

@@ -36,12 +36,12 @@ class Attributes:
                 attributes.take()
 
         if self._engine.zero_optimization_stage() <= 1:
-            weights = (weight for gradient in self._engine._gradients.all for weight in gradient.flat.parameters)
+            weights = (weight for gradient in self._engine.flat_gradients.all for weight in gradient.flat.parameters)
             self._handles += [weight.register_hook(take) for weight in weights]
 
     def show(self) -> None:
         """Copy the sums so far to `.grad`, as means of the window times the loss scale."""
-        gradients, stage = self._engine._gradients, self._engine.zero_optimization_stage()
+        gradients, stage = self._engine.flat_gradients, self._engine.zero_optimization_stage()
         self._shown.clear()
         if stage > 1 or (stage == 1 and gradients.complete):
             return
@@ -83,7 +83,7 @@ class Attributes:
         gradient.absent = others if grad is not None else sorted([*others, index])
         own = gradient.sum_of(index)
         own.copy_(torch.zeros_like(own) if grad is None else grad.to(torch.float32) / self._scale)
-        if self._engine._gradients.complete:
+        if self._engine.flat_gradients.complete:
             gradient.replace(index, own)
 
     @contextmanager

@@ -81,13 +81,13 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return this rank's part of the state in torch's form, and the loss scale."""
-        scale = self._engine._scaler.state_dict()
+        scale = self._engine.scaler.state_dict()
         return {**super().state_dict(), "loss_scaler": scale, "overflow": self.overflow}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         super().load_state_dict(state_dict)
         if "loss_scaler" in state_dict:
-            self._engine._scaler.load_state_dict(state_dict["loss_scaler"])
+            self._engine.scaler.load_state_dict(state_dict["loss_scaler"])
         self.overflow = bool(state_dict.get("overflow", self.overflow))
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ def _itself(instance: torch.optim.Optimizer, engine: Engine) -> ShardedOptimizer
 
 def face(instance: torch.optim.Optimizer, engine: Engine) -> ShardedOptimizer:
     """Wrap an optimizer in the class that DeepSpeed uses for the engine's config."""
-    config, stage = engine._config, engine.zero_optimization_stage()
+    config, stage = engine.settings, engine.zero_optimization_stage()
     if stage == 0:
         if not (config.fp16.enabled or config.bf16.enabled):
             return _itself(instance, engine)

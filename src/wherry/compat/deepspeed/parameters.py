@@ -260,11 +260,11 @@ class UnusedParameters(WherryError, AssertionError):
 
 def check_all_used(engine: Engine) -> None:
     """Raise on `ignore_unused_parameters: false`, which DeepSpeed obeys if whole weights' states are offloaded."""
-    zero, placement = engine._config.written.get("zero_optimization"), engine.placement
+    zero, placement = engine.settings.written.get("zero_optimization"), engine.placement
     offloads = placement.optimizer.tier is not Tier.DEVICE and not placement.parameters.partitioned
     if not offloads or not isinstance(zero, dict) or zero.get("ignore_unused_parameters") is not False:
         return
-    gradients = engine._gradients.all if engine._window.backwards else ()
+    gradients = engine.flat_gradients.all if engine.window.backwards else ()
     unused = [gradient.flat.layout.slots[index].name for gradient in gradients for index in gradient.absent]
     if unused:
         raise UnusedParameters(

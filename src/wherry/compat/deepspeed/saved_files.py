@@ -14,7 +14,6 @@ import torch
 from wherry.checkpoint import export as exporting
 from wherry.checkpoint.format import Manifest
 from wherry.checkpoint.reader import CheckpointReader
-from wherry.checkpoint.session import plain_tensors
 from wherry.compat.deepspeed import VERSION
 
 if TYPE_CHECKING:
@@ -50,7 +49,7 @@ def without_weights(engine: Engine, exclude_frozen_parameters: bool) -> dict[str
     kept = {
         name: torch.empty(0, dtype=p.dtype) for name, p in weights if p.requires_grad or not exclude_frozen_parameters
     }
-    return {**plain_tensors(engine._session()), **kept}
+    return {**engine.plain_tensors(), **kept}
 
 
 def write_optimizer_file(engine: Engine, folder: Path, rank: int) -> None:
