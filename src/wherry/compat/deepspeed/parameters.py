@@ -46,11 +46,7 @@ class ZeroParamStatus(enum.Enum):
     INFLIGHT = 3
 
 
-_STATUS = {
-    Weights.RELEASED: ZeroParamStatus.NOT_AVAILABLE,
-    Weights.GATHERING: ZeroParamStatus.INFLIGHT,
-    Weights.WHOLE: ZeroParamStatus.AVAILABLE,
-}
+_STATUS = dict(zip((Weights.WHOLE, Weights.RELEASED, Weights.GATHERING), ZeroParamStatus, strict=True))
 _numbers = itertools.count()
 
 
@@ -98,19 +94,6 @@ class Marks(Base):
     def partition_numel(self) -> int:
         """Count the elements of one rank's share, rounded up."""
         return -(-self.ds_numel // comm_of(self).size)
-
-    def ds_summary(self) -> dict[str, Any]:
-        return {
-            "id": self.__dict__["ds_id"],
-            "status": self.ds_status.name,
-            "numel": self.numel(),
-            "ds_numel": self.ds_numel,
-            "shape": tuple(self.shape),
-            "ds_shape": tuple(self.ds_shape),
-            "requires_grad": self.requires_grad,
-            "active_sub_modules": self.__dict__["ds_active_sub_modules"],
-            "ds_tensor.shape": self.ds_tensor.shape,
-        }
 
     def all_gather(self, param_list: Iterable[Any] | None = None) -> None:
         """Gather this parameter, or those of the list, until `partition`."""
@@ -230,10 +213,9 @@ def unmark(engine: Engine) -> None:
         parameter.__dict__.pop(ENGINE, None)
         _unmark(parameter)
     for module in engine.module.modules():
-        for handle in module.__dict__.get("_external_handles", {}).values():
+        module.__dict__.pop("ds_external_parameters", None)
+        for handle in module.__dict__.pop("_external", ((), {}))[1].values():
             handle.remove()
-        for name in ("ds_external_parameters", "_external_params", "_external_handles"):
-            module.__dict__.pop(name, None)
 
 
 def engine_of(parameter: torch.Tensor) -> Engine | None:
@@ -276,27 +258,29 @@ def check_all_used(engine: Engine) -> None:
 # Parameters that a module uses and does not own; TRL reads `ds_external_parameters`.
 
 
-def _external(module: nn.Module) -> dict[int, nn.Parameter]:
-    if "_external_params" not in module.__dict__:
+def _external(module: nn.Module) -> tuple[dict[int, nn.Parameter], dict[int, Any]]:
+    """Get the external parameters of a module, and the handles that end their registration."""
+    if "_external" not in module.__dict__:
         params: dict[int, nn.Parameter] = {}
-        module.__dict__.update(_external_params=params, ds_external_parameters=params.items, _external_handles={})
-    external: dict[int, nn.Parameter] = module.__dict__["_external_params"]
-    return external
+        module.__dict__.update(ds_external_parameters=params.items, _external=(params, {}))
+    pair: tuple[dict[int, nn.Parameter], dict[int, Any]] = module.__dict__["_external"]
+    return pair
 
 
 def register_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
     """Gather a weight for each forward of a module that uses it and does not hold it."""
+    params, handles = _external(module)
     if not isinstance(parameter, nn.Parameter):
         raise RuntimeError("Parameter is not a torch.nn.Parameter")
-    if id(parameter) not in _external(module):
-        handle = access.register_external_parameter(module, parameter)
-        module.__dict__["_external_handles"][id(parameter)] = handle
-        _external(module)[id(parameter)] = parameter
+    if id(parameter) not in params:
+        handles[id(parameter)] = access.register_external_parameter(module, parameter)
+        params[id(parameter)] = parameter
 
 
 def unregister_external_parameter(module: nn.Module, parameter: torch.Tensor) -> None:
+    params, handles = _external(module)
     if not isinstance(parameter, nn.Parameter):
         raise RuntimeError("Parameter is not a torch.nn.Parameter")
-    if _external(module).pop(id(parameter), None) is None:
+    if params.pop(id(parameter), None) is None:
         raise RuntimeError("Parameter is not a registered external parameter of module.")
-    module.__dict__["_external_handles"].pop(id(parameter)).remove()
+    handles.pop(id(parameter)).remove()

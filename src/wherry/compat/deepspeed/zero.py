@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import enum
+import functools
 import os
-from collections.abc import Callable, Iterable
-from contextlib import ExitStack
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import repeat
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -15,7 +17,6 @@ from torch import nn
 import wherry
 from wherry import config as configs
 from wherry.compat.deepspeed import not_part_of_wherry, parameters
-from wherry.compat.deepspeed.accelerator import get_accelerator
 from wherry.compat.deepspeed.comm import get_world_size, init_distributed
 from wherry.compat.deepspeed.config import DeepSpeedConfigError, load
 from wherry.config import Config
@@ -48,22 +49,24 @@ class Init(wherry.Init):
         if not enabled:
             super().__init__(enabled=False)
             return
-        if data_parallel_group is not None and sequence_data_parallel_group is not None:
+        if None not in (data_parallel_group, sequence_data_parallel_group):
             raise WherryError(
                 "zero.Init: data_parallel_group and sequence_data_parallel_group are both given; give the first"
             )
-        for name in (name for name, value in others.items() if value):
+        for name in filter(others.get, others):
             raise not_part_of_wherry(f"zero.Init({name}=...)", "weights are sharded over the data axis")
         init_distributed()  # what is built inside may ask torch for its rank
         own = config if config is not None else config_dict_or_path
-        loaded = load(_STAGE_3 if own is None else getattr(own, "_param_dict", own))
+        loaded = load(_STAGE_3 if own is None else own)
         if remote_device not in (None, "none"):
             loaded = configs.load(loaded, overrides={"zero_optimization.offload_param.device": str(remote_device)})
-        known = mpu if isinstance(mpu, Comm) or hasattr(mpu, "get_data_parallel_group") else None
         group = data_parallel_group if data_parallel_group is not None else sequence_data_parallel_group
-        if known is None and group is None:
-            _check_group()
-        mesh = _DataGroup(group) if group is not None else known
+        if group is not None:
+            mesh: Any = SimpleNamespace(get_data_parallel_group=lambda: group)
+        else:
+            mesh = mpu if isinstance(mpu, Comm) or hasattr(mpu, "get_data_parallel_group") else None
+            if mesh is None:
+                _check_group()
         super().__init__(config=loaded, mesh=mesh, dtype=_dtype(dtype, None if own is None else loaded))
         # Parameters that were built in contexts within this one.
         self._built: list[Sharing] = []
@@ -103,16 +106,6 @@ class Init(wherry.Init):
             parameters.mark_parameter(parameter, self.comm)
 
 
-class _DataGroup:
-    """A model-parallel unit that has data parallelism only."""
-
-    def __init__(self, group: Any) -> None:
-        self._group = group
-
-    def get_data_parallel_group(self) -> Any:
-        return self._group
-
-
 class GroupError(WherryError, RuntimeError):
     """The process group is smaller than the launcher's."""
 
@@ -131,7 +124,7 @@ def _dtype(asked: torch.dtype | None, config: Config | None) -> torch.dtype:
     """Choose the dtype of parameters: half precision without a config."""
     if asked is None and config is not None:
         return config.working_dtype() or torch.float32
-    chosen = asked or (torch.float16 if get_accelerator().is_fp16_supported() else torch.bfloat16)
+    chosen = asked or torch.float16
     if chosen not in (torch.float16, torch.bfloat16, torch.float32):
         raise DeepSpeedConfigError(
             f"zero.Init: dtype {chosen} is not offered; give torch.float16, torch.bfloat16 or torch.float32"
@@ -139,32 +132,23 @@ def _dtype(asked: torch.dtype | None, config: Config | None) -> torch.dtype:
     return chosen
 
 
-class GatheredParameters:
+@contextmanager
+def GatheredParameters(
+    params: torch.Tensor | Iterable[torch.Tensor],
+    modifier_rank: int | None = None,
+    fwd_module: nn.Module | None = None,
+    enabled: bool = True,
+) -> Iterator[None]:
     """`wherry.gathered`; edits are kept on `modifier_rank`, or must be the same on every rank where it is None."""
-
-    def __init__(
-        self,
-        params: torch.Tensor | Iterable[torch.Tensor],
-        modifier_rank: int | None = None,
-        fwd_module: nn.Module | None = None,
-        enabled: bool = True,
-    ) -> None:
-        self.enabled = enabled
-        if not enabled:
-            return
-        self.params = [params] if isinstance(params, torch.Tensor) else list(params)
-        self._modifier_rank = modifier_rank
-        self._held = ExitStack()
-        if fwd_module is not None:
-            for parameter in self.params:
-                parameters.register_external_parameter(fwd_module, parameter)
-
-    def __enter__(self) -> None:
-        if self.enabled:
-            self._held.enter_context(wherry.gathered(self.params, self._modifier_rank))
-
-    def __exit__(self, *exception: Any) -> bool | None:
-        return self._held.__exit__(*exception) if self.enabled else None
+    if not enabled:
+        yield
+        return
+    held = [params] if isinstance(params, torch.Tensor) else list(params)
+    if fwd_module is not None:
+        for parameter in held:
+            parameters.register_external_parameter(fwd_module, parameter)
+    with wherry.gathered(held, modifier_rank):
+        yield
 
 
 def zero_wrapper_for_fp_tensor_constructor(fn: Callable[..., Any], target_fp_dtype: torch.dtype) -> Callable[..., Any]:
@@ -184,8 +168,6 @@ class TilesError(WherryError, RuntimeError):
 class TiledLinear(nn.Module):
     """A linear layer in tiles `linears[row][column]`, layers of `linear_cls` that are gathered one by one."""
 
-    cut_into_tiles = True
-
     def __init__(
         self,
         in_features: int,
@@ -203,86 +185,66 @@ class TiledLinear(nn.Module):
         for name, splits, features in (("in", in_splits, in_features), ("out", out_splits, out_features)):
             if not 1 <= splits <= features:
                 raise TilesError(f"TiledLinear: {name}_splits is between 1 and the {features} features, got {splits}")
-        self.in_features, self.out_features = in_features, out_features
         self.in_splits, self.out_splits = in_splits, out_splits
         self.input_is_already_split, self.combine_out_splits = input_is_already_split, combine_out_splits
-        # The first column or row of each part, and the end.
-        self.in_parts = [in_features * part // in_splits for part in range(in_splits + 1)]
-        self.out_parts = [out_features * part // out_splits for part in range(out_splits + 1)]
-        self.linears = nn.ModuleList(
-            nn.ModuleList(
-                linear_cls(columns, rows, bias=bias and number == in_splits - 1, **kwargs)
-                for number, columns in enumerate(_sizes(self.in_parts))
-            )
-            for rows in _sizes(self.out_parts)
-        )
-        for tile in (tile for row in self.linears for tile in row):  # type: ignore[attr-defined]
-            tile.always_a_unit = True
+        self.linears = nn.ModuleList(nn.ModuleList() for _ in range(out_splits))
+        for tiles, rows in zip(self.linears, _sizes(out_features, out_splits), strict=True):
+            for column, columns in enumerate(_sizes(in_features, in_splits), 1):
+                tile = linear_cls(columns, rows, bias=bias and column == in_splits, **kwargs)
+                tile.always_a_unit = True
+                tiles.append(tile)  # type: ignore[operator]
         if init_linear is not None:
             self.copy_params_from(init_linear)
 
     def forward(self, input_: Any) -> Any:
-        inputs = [input_] if self.in_splits == 1 else input_
+        inputs = input_ if self.in_splits > 1 else [input_]
         if self.in_splits > 1 and not self.input_is_already_split:
-            inputs = input_.split(_sizes(self.in_parts), -1)
+            inputs = input_.tensor_split(self.in_splits, -1)
         if len(inputs) != self.in_splits:
             raise TilesError(f"TiledLinear: the input has {len(inputs)} parts, expected in_splits={self.in_splits}")
-        outputs: list[Any] = [None] * self.out_splits
-        for row, tiles in enumerate(self.linears):
-            for tile, part in zip(tiles, inputs, strict=True):  # type: ignore[call-overload]
-                outputs[row] = self._add(outputs[row], tile(part))
+        pairs = (zip(tiles, inputs, strict=True) for tiles in self.linears)  # type: ignore[call-overload]
+        outputs = [functools.reduce(self._add, (tile(part) for tile, part in row)) for row in pairs]
         return self._join(outputs) if self.combine_out_splits else outputs
 
     def _add(self, total: Any, output: Any) -> Any:
-        return output if total is None else total + output
+        return total + output
 
     def _join(self, outputs: list[Any]) -> Any:
         return torch.cat(outputs, -1)
 
     @torch.no_grad()
     def copy_params_from(self, other: nn.Linear) -> None:
-        for row, (top, bottom) in enumerate(pairwise(self.out_parts)):
-            for column, (left, right) in enumerate(pairwise(self.in_parts)):
-                tile = self.linears[row][column]  # type: ignore[index]
+        biases = repeat(None) if other.bias is None else other.bias.tensor_split(self.out_splits)
+        for tiles, weights, bias in zip(self.linears, other.weight.tensor_split(self.out_splits), biases, strict=False):
+            for tile, weight in zip(tiles, weights.tensor_split(self.in_splits, 1), strict=True):  # type: ignore[call-overload]
                 with GatheredParameters(tile.parameters(), modifier_rank=0):
-                    tile.weight.copy_(other.weight[top:bottom, left:right])
+                    tile.weight.copy_(weight)
                     if tile.bias is not None:
-                        tile.bias.copy_(other.bias[top:bottom])
+                        tile.bias.copy_(bias)
 
 
-def _sizes(parts: list[int]) -> list[int]:
-    return [end - start for start, end in pairwise(parts)]
+def _sizes(features: int, splits: int) -> list[int]:
+    """Cut like `tensor_split`: the first parts are larger by one."""
+    return [features // splits + (part < features % splits) for part in range(splits)]
 
 
 class TiledLinearReturnBias(TiledLinear):
     """`TiledLinear` of layers that return their output and their bias."""
 
     def _add(self, total: Any, output: Any) -> Any:
-        before, bias = total or (None, None)
-        return super()._add(before, output[0]), output[1] if output[1] is not None else bias
+        return total[0] + output[0], total[1] if output[1] is None else output[1]
 
     def _join(self, outputs: list[Any]) -> Any:
         biases = [bias for _, bias in outputs if bias is not None]
         return super()._join([output for output, _ in outputs]), super()._join(biases) if biases else None
 
 
-class ZeroStageEnum(enum.IntEnum):
-    disabled = 0
-    optimizer_states = 1
-    gradients = 2
-    weights = 3
-    max_stage = 3
-
-
-class OffloadDeviceEnum(enum.StrEnum):
-    none = "none"
-    cpu = "cpu"
-    nvme = "nvme"
-
-
-class OffloadStateTypeEnum(enum.StrEnum):
-    optim_states = "optim_states"
-    hp_params = "hp_params"
-    lp_params = "lp_params"
-    lp_grads = "lp_grads"
-    contiguous_grad_buffer = "contiguous_grad_buffer"
+ZeroStageEnum = enum.IntEnum(
+    "ZeroStageEnum",
+    {"disabled": 0, "optimizer_states": 1, "gradients": 2, "weights": 3, "max_stage": 3},
+    module=__name__,
+)
+OffloadDeviceEnum = enum.StrEnum("OffloadDeviceEnum", "none cpu nvme", module=__name__)
+OffloadStateTypeEnum = enum.StrEnum(
+    "OffloadStateTypeEnum", "optim_states hp_params lp_params lp_grads contiguous_grad_buffer", module=__name__
+)
