@@ -22,7 +22,7 @@ from wherry.compat.deepspeed.parameters import (
 )
 from wherry.compat.deepspeed.zero import GatheredParameters, Init, TiledLinear, TiledLinearReturnBias
 from wherry.parallel.comm import Comm
-from wherry.sharding.grouping import plan_units
+from wherry.sharding.grouping import LEAF, plan_units
 from wherry.testing import run_ranks
 
 
@@ -207,7 +207,7 @@ def test_initialize_takes_models_whose_shapes_are_not_seen() -> None:
     assert model.one.weight.numel() == 0
     engine, *_ = initialize(model=model, config=config_of(leaf_module={"names": "one"}))
     assert model.one.weight.ds_id == number
-    assert [leaf_modules.z3_leaf_module(each) for each in (model.one, model.two)] == [True, False]
+    assert [hasattr(each, LEAF) for each in (model.one, model.two)] == [True, False]
     twin, x = Net(), torch.ones(1, 3)
     engine.backward(engine(x))
     engine.step()
@@ -230,7 +230,7 @@ def test_leaves() -> None:
     for cls in (Experts, "Experts", f"{Experts.__module__}.{Experts.__qualname__}"):
         model["experts"] = leaf = Experts()
         assert [plan.name for plan in plan_units(model)] == ["root", "experts.each.0", "experts.each.1"]
-        assert leaf_modules.set_z3_leaf_modules(model, [cls]) == [leaf] and leaf_modules.z3_leaf_module(leaf)
+        assert leaf_modules.set_z3_leaf_modules(model, [cls]) == [leaf]
         assert [plan.name for plan in plan_units(model)] == ["root", "experts"]
     with pytest.raises(ValueError, match="No modules of type"):
         leaf_modules.set_z3_leaf_modules(model, ["Nothing"])

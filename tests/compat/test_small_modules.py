@@ -46,7 +46,7 @@ def test_what_is_absent_is_there_by_name_only() -> None:
 
 
 def test_the_accelerator_is_the_host_or_a_device_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    host = Host()
+    host = Host("cpu")
     for name, method in inspect.getmembers(host, inspect.ismethod):
         needed = [each for each in inspect.signature(method).parameters.values() if each.default is each.empty]
         if not name.startswith("_") and not needed:
@@ -56,7 +56,7 @@ def test_the_accelerator_is_the_host_or_a_device_of_torch(monkeypatch: pytest.Mo
     assert host.FloatTensor([1.0]).dtype == torch.float32 and host.LongTensor(2, 3).shape == (2, 3)
     assert host.get_op_builder("CPUAdamBuilder").NAME == "cpu_adam" and not host.get_op_builder("?")().is_compatible()
     tensor = torch.ones(2)
-    assert host.pin_memory(tensor, make_copy=False) is tensor
+    assert host.pin_memory(tensor) is tensor
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
     assert host.device_count() == 3
     properties = {0: SimpleNamespace(total_memory=5), 1: SimpleNamespace(total_memory=7)}

@@ -24,6 +24,8 @@ _TENSORS = {
     "IntTensor": torch.int32,
     "LongTensor": torch.int64,
 }
+# What the CPU has from torch itself.
+_OF_TORCH = {*_TENSORS, "manual_seed", "initial_seed", "get_rng_state", "set_rng_state"}
 
 
 class Accelerator:
@@ -49,9 +51,6 @@ class Accelerator:
     def communication_backend_name(self) -> str:
         return dist.Backend.default_device_backend_map.get(self._name, "gloo")
 
-    def is_fp16_supported(self) -> bool:
-        return True
-
     def default_generator(self, device_index: int) -> torch.Generator:
         return self._module.default_generators[device_index]
 
@@ -65,14 +64,8 @@ class Accelerator:
     def on_accelerator(self, tensor: torch.Tensor) -> bool:
         return tensor.device.type == self._name
 
-    def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
+    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.pin_memory()
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return tensor.is_pinned()
-
-    def unpin_memory(self, tensor: torch.Tensor) -> None:
-        """Do nothing: torch frees pinned memory with its tensor."""
 
     def get_op_builder(self, class_name: str) -> Any:
         """Return the builder of that name, or one of nothing for other names."""
@@ -85,18 +78,11 @@ class Accelerator:
 class Host(Accelerator):
     """The CPU: a device for each rank here, nothing to synchronize, and the memory of the process."""
 
-    # torch's own classes, for they take sizes as well as values.
-    BFloat16Tensor, ByteTensor, DoubleTensor = torch.BFloat16Tensor, torch.ByteTensor, torch.DoubleTensor
-    FloatTensor, HalfTensor = torch.FloatTensor, torch.HalfTensor
-    IntTensor, LongTensor = torch.IntTensor, torch.LongTensor
+    manual_seed_all = staticmethod(torch.manual_seed)
 
-    manual_seed = manual_seed_all = staticmethod(torch.manual_seed)
-    initial_seed = staticmethod(torch.initial_seed)
-    get_rng_state = staticmethod(torch.get_rng_state)
-    set_rng_state = staticmethod(torch.set_rng_state)
-
-    def __init__(self) -> None:
-        super().__init__("cpu")
+    def __getattr__(self, name: str) -> Any:
+        # torch's own tensor classes take sizes as well as values.
+        return getattr(torch if name in _OF_TORCH else torch.cpu, name)
 
     def device_name(self, device_index: int | None = None) -> str:
         return "cpu"
@@ -120,11 +106,8 @@ class Host(Accelerator):
 
     set_device = empty_cache = reset_peak_memory_stats = synchronize
 
-    def pin_memory(self, tensor: torch.Tensor, make_copy: bool = True, match_shape: bool = True) -> torch.Tensor:
+    def pin_memory(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor
-
-    def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return False
 
     def default_generator(self, device_index: int) -> torch.Generator:
         return torch.default_generator
@@ -132,12 +115,10 @@ class Host(Accelerator):
     def memory_allocated(self, device_index: int | None = None) -> int:
         return host_memory().resident
 
-    memory_reserved = memory_allocated
-
     def max_memory_allocated(self, device_index: int | None = None) -> int:
         return host_memory().peak
 
-    max_memory_reserved = max_memory_allocated
+    memory_reserved, max_memory_reserved = memory_allocated, max_memory_allocated
 
     def total_memory(self, device_index: int | None = None) -> int:
         return host_memory().total
@@ -147,4 +128,4 @@ class Host(Accelerator):
 def get_accelerator() -> Accelerator:
     """Return the accelerator of this process."""
     kind = default_device().type
-    return Host() if kind == "cpu" else Accelerator(kind)
+    return Host(kind) if kind == "cpu" else Accelerator(kind)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections import Counter
 from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
@@ -73,20 +72,18 @@ def init_distributed(
     world_size: int = -1,
 ) -> None:
     """Start torch.distributed from what a launcher has set; without a launcher, as a group of one."""
-    if not started() and dist_init_required is False:
-        raise NotStarted(
-            "init_distributed(dist_init_required=False): torch.distributed has not started; call "
-            "torch.distributed.init_process_group first, or leave dist_init_required out"
-        )
     if not started():
+        if dist_init_required is False:
+            raise NotStarted(
+                "init_distributed(dist_init_required=False): torch.distributed has not started; call "
+                "torch.distributed.init_process_group first, or leave dist_init_required out"
+            )
         if auto_mpi_discovery:
             _from_mpi(distributed_port)
-        backend = _backend(dist_backend)
+        backend, store = _backend(dist_backend), None
         count = world_size if world_size > 0 else int(os.environ.get("WORLD_SIZE", "1"))
-        store = None
         if count == 1 and init_method is None:
-            store = dist.HashStore()
-            rank, world_size, verbose = 0, 1, False
+            store, rank, world_size, verbose = dist.HashStore(), 0, 1, False
         else:
             os.environ.setdefault("MASTER_PORT", str(distributed_port))
         dist.init_process_group(
@@ -94,7 +91,9 @@ def init_distributed(
         )
         if verbose:
             say("torch.distributed has started: %d ranks, backend %s", dist.get_world_size(), backend)
-    _set_backend_of_accelerate()
+    # Accelerate reads its state again after this call.
+    if (shared := _accelerate_without_backend()) is not None:
+        shared["backend"] = dist.get_backend()
 
 
 def _backend(asked: str | None) -> str:
@@ -139,13 +138,6 @@ def _accelerate_without_backend() -> dict[str, Any] | None:
     return shared if "num_processes" not in shared and shared.get("backend", "") is None else None
 
 
-def _set_backend_of_accelerate() -> None:
-    """Give Accelerate the backend, for it reads its state again after `init_distributed`."""
-    shared = _accelerate_without_backend()
-    if shared is not None and started():
-        shared["backend"] = dist.get_backend()
-
-
 def get_rank(group: Any = None) -> int:
     return dist.get_rank(group) if started() else int(os.environ.get("RANK", "0"))
 
@@ -158,8 +150,7 @@ def get_global_rank(group: Any = None, group_rank: int = 0) -> int:
     return group_rank if group is None else dist.get_global_rank(group, group_rank)
 
 
-def get_local_rank() -> int:
-    return local_rank()
+get_local_rank = local_rank
 
 
 def has_all_gather_into_tensor() -> bool:
@@ -176,17 +167,15 @@ def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict
     """Log calls and bytes of each operation: the script's own, and under "engine: " those of live engines."""
     if show_straggler:
         warn("log_summary(show_straggler=True): collectives are counted, not timed; use torch.profiler for times")
-    totals: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
     engines = [("engine: ", *pair) for engine in live_engines() for pair in engine.topology.traffic()]
+    totals: dict[str, list[int]] = {}
     for whose, among, traffic in [("", "", script_traffic), *engines]:
-        for operation in traffic.calls:
-            name = whose + operation + among
-            calls[name] += traffic.calls[operation]
-            totals[name] += traffic.bytes[operation]
+        for operation, calls in traffic.calls.items():
+            total = totals.setdefault(whose + operation + among, [0, 0])
+            total[0] += calls
+            total[1] += traffic.bytes[operation]
     summary = {}
-    for name, count in calls.items():
-        say("%s: %d calls, %.1f MB", name, count, totals[name] / 1e6)
-        mean = totals[name] // count
-        summary[name] = {mean: {"count": count, "msg_size_bytes": mean}}
+    for name, (calls, sent) in totals.items():
+        say("%s: %d calls, %.1f MB", name, calls, sent / 1e6)
+        summary[name] = {sent // calls: {"count": calls, "msg_size_bytes": sent // calls}}
     return {"summary": summary} if return_dict else None

@@ -13,36 +13,35 @@ from wherry.config import blocks
 from wherry.observe.metrics import SERVICES
 
 Event = tuple[str, float, int]
-
+_JOB = {"job_name": "DeepSpeedJobName"}
 # The block of each monitor, and DeepSpeed's defaults where they differ from Wherry's.
 _BLOCKS: dict[str, tuple[Any, dict[str, str]]] = {
-    "tensorboard": (blocks.TensorBoard, {"job_name": "DeepSpeedJobName"}),
+    "tensorboard": (blocks.TensorBoard, _JOB),
     "wandb": (blocks.Wandb, {"project": "deepspeed"}),
-    "csv_monitor": (blocks.CsvMonitor, {"job_name": "DeepSpeedJobName"}),
+    "csv_monitor": (blocks.CsvMonitor, _JOB),
     "comet": (blocks.Comet, {}),
 }
 
 
 def get_monitor_config(param_dict: Mapping[str, Any]) -> SimpleNamespace:
     """Read the blocks of all monitors from a config."""
-    return SimpleNamespace(
-        **{key: block(**{**defaults, **(param_dict.get(key) or {})}) for key, (block, defaults) in _BLOCKS.items()}
-    )
+    read = {key: block(**defaults | (param_dict.get(key) or {})) for key, (block, defaults) in _BLOCKS.items()}
+    return SimpleNamespace(**read)
 
 
 class _Monitor:
-    """A monitor of one block, given by itself or with all others; rank 0 writes."""
+    """A monitor of one block of a `monitor_config`; rank 0 writes."""
 
     key = ""
 
     def __init__(self, monitor_config: Any) -> None:
-        block = getattr(monitor_config, self.key, monitor_config)
+        block = getattr(monitor_config, self.key)
         self._writes = bool(block.enabled) and get_rank() == 0
         if self._writes:
-            self._open(block)
+            self._open(block.model_dump())
 
-    def _open(self, block: Any) -> None:
-        self._service = SERVICES[self.key](block.model_dump())
+    def _open(self, block: dict[str, Any]) -> None:
+        self._service = SERVICES[self.key](block)
         self._service.open(Path(), {})
 
     def write_events(self, event_list: Sequence[Event]) -> None:
@@ -58,8 +57,8 @@ class TensorBoardMonitor(_Monitor):
 
     key = "tensorboard"
 
-    def _open(self, block: Any) -> None:
-        super()._open(block.model_copy(update={"output_path": block.output_path or "."}))
+    def _open(self, block: dict[str, Any]) -> None:
+        super()._open({**block, "output_path": block["output_path"] or "."})
 
     def _write(self, name: str, value: float, step: int) -> None:
         super()._write(name, value, step)
@@ -77,10 +76,9 @@ class csvMonitor(_Monitor):
 
     key = "csv_monitor"
 
-    def _open(self, block: Any) -> None:
-        self._folder = Path(block.output_path, block.job_name)
+    def _open(self, block: dict[str, Any]) -> None:
+        self._folder, self._started = Path(block["output_path"], block["job_name"]), set[str]()
         self._folder.mkdir(parents=True, exist_ok=True)
-        self._started: set[str] = set()
 
     def _write(self, name: str, value: float, step: int) -> None:
         file_name = name.replace("/", "_").replace(" ", "_") + ".csv"
@@ -96,9 +94,9 @@ class _CometMonitor(_Monitor):
 
     key = "comet"
 
-    def _open(self, block: Any) -> None:
+    def _open(self, block: dict[str, Any]) -> None:
         super()._open(block)
-        self._interval, self._due = block.samples_log_interval, dict[str, int]()
+        self._interval, self._due = block["samples_log_interval"], dict[str, int]()
 
     def _write(self, name: str, value: float, step: int) -> None:
         if step >= self._due.get(name, step):

@@ -110,24 +110,10 @@ class WarmupDecayLR(schedules.WarmupDecayRates, WarmupLR):
     """DeepSpeed's `WarmupDecayLR`, whose `warmup_max_lr` has a default."""
 
     def __init__(
-        self,
-        optimizer: Optimizer,
-        total_num_steps: int,
-        warmup_min_lr: schedules.Rates = 0.0,
-        warmup_max_lr: schedules.Rates | None = 0.001,
-        warmup_num_steps: int = 1000,
-        warmup_type: str = "log",
-        last_batch_iteration: int = -1,
-    ) -> None:
-        super().__init__(
-            optimizer,
-            total_num_steps,
-            warmup_min_lr,
-            warmup_max_lr,
-            warmup_num_steps,
-            warmup_type,
-            last_batch_iteration,
-        )
+        self, optimizer: Optimizer, total_num_steps: int, warmup_min_lr: schedules.Rates = 0.0,
+        warmup_max_lr: schedules.Rates | None = 0.001, *how: Any, **named: Any,
+    ) -> None:  # fmt: skip
+        super().__init__(optimizer, total_num_steps, warmup_min_lr, warmup_max_lr, *how, **named)
 
 
 class WarmupCosineLR(schedules.WarmupCosineRates, _Schedule):
@@ -142,16 +128,10 @@ class WarmupCosineLR(schedules.WarmupCosineRates, _Schedule):
         return self.rates(step + (step >= self.warmup_num_steps))
 
 
-_CLASSES: Mapping[str, Any] = {
-    cls.__name__: cls for cls in (LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR)
-}
-
-
 def build(config: Scheduler, optimizer: Optimizer) -> Any:
     """Build the schedule of a config's block `scheduler`; a key without a value has its default here."""
-    return _CLASSES[config.type](
-        optimizer, **{name: value for name, value in config.params.items() if value is not None}
-    )
+    params = {name: value for name, value in config.params.items() if value is not None}
+    return globals()[config.type](optimizer, **params)
 
 
 _FLAGS: Mapping[str, Any] = {
