@@ -18,6 +18,7 @@ from wherry.compat import deepspeed as compat
 from wherry.compat.deepspeed import builders, comm, monitor, profiling, runtime_utils, tiled, timer
 from wherry.compat.deepspeed import engine as engines
 from wherry.compat.deepspeed.accelerator import Accelerator, Host
+from wherry.compat.deepspeed.config import DeepSpeedConfig
 from wherry.compat.deepspeed.names import ABSENT_MODULES, why_absent
 from wherry.observe.memory import format_bytes
 
@@ -108,7 +109,7 @@ def test_a_scripts_own_collectives_are_counted(alone: None, monkeypatch: pytest.
 
 def test_events_are_written_by_the_monitors_of_a_config(tmp_path: Path) -> None:
     block = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
-    config = monitor.get_monitor_config(block)
+    config = DeepSpeedConfig({"train_batch_size": 1, **block}).monitor_config
     for one in (monitor.MonitorMaster(config), monitor.csvMonitor(config), monitor.WandbMonitor(config)):
         one.write_events([("Train/my loss", 2.5, 8)])
     assert (tmp_path / "job" / "Train_my_loss.csv").read_text() == "step,my loss\n8,2.5\n" * 2

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 from wherry import config as configs
@@ -21,12 +22,8 @@ from wherry.update.loss_scale import LossScaler
 LAMB_OPTIMIZER, ONEBIT_LAMB_OPTIMIZER = "lamb", "onebitlamb"
 # DeepSpeed's defaults of Muon and of the AdamW beside it.
 MUON_DEFAULTS: Mapping[str, Any] = {
-    "lr": 0.02,
-    "adamw_lr": 3e-4,
-    "weight_decay": 0.0,
-    "betas": (0.9, 0.95),
-    "adamw_eps": 1e-10,
-}
+    "lr": 0.02, "adamw_lr": 3e-4, "weight_decay": 0.0, "betas": (0.9, 0.95), "adamw_eps": 1e-10,
+}  # fmt: skip
 # The monitors whose runs have another default name than Wherry's.
 _RUN_NAMES = {
     "tensorboard": ("job_name", "DeepSpeedJobName"),
@@ -37,12 +34,6 @@ _RUN_NAMES = {
 _LENIENT = (
     *("", "optimizer", "scheduler", "flops_profiler", "activation_checkpointing", "data_types", "checkpoint"),
     *("torch_autocast", "aio"),
-)
-# Keys of zero_optimization that DeepSpeed also reads without "stage3_".
-_SHORT = (
-    *("prefetch_bucket_size", "param_persistence_threshold", "model_persistence_threshold", "max_live_parameters"),
-    *("max_reuse_distance", "gather_16bit_weights_on_model_save", "module_granularity_threshold"),
-    "use_all_reduce_for_fetch_params",
 )
 
 
@@ -61,11 +52,9 @@ def _as_theirs() -> Iterator[None]:
 def add_config_arguments(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """Add `--deepspeed` and `--deepspeed_config FILE` to a script's parser."""
     group = parser.add_argument_group("DeepSpeed", "configuration")
-    group.add_argument("--deepspeed", default=False, action="store_true", help="train with the engine")
-    group.add_argument("--deepspeed_config", default=None, type=str, help="the engine's config, a JSON file")
-    group.add_argument(
-        "--deepscale", default=False, action="store_true", help=argparse.SUPPRESS
-    )  # read by BingBertGlue
+    group.add_argument("--deepspeed", action="store_true", help="train with the engine")
+    group.add_argument("--deepspeed_config", help="the engine's config, a JSON file")
+    group.add_argument("--deepscale", action="store_true", help=argparse.SUPPRESS)  # BingBertGlue reads it
     return parser
 
 
@@ -108,7 +97,8 @@ def load(config: Any, *, refuses: bool = True) -> Config:
             _pop(written, path)
             say("config: %s is left aside: %s", path, why)
         if isinstance(zero := written.get("zero_optimization"), dict):
-            zero |= {f"stage3_{name}": zero.pop(name) for name in _SHORT if name in zero}
+            known = _known("zero_optimization")
+            zero |= {f"stage3_{name}": zero.pop(name) for name in [*zero] if f"stage3_{name}" in known}
             if isinstance(leaves := zero.get("leaf_module"), dict):
                 leaves |= {name: [value] for name, value in leaves.items() if isinstance(value, str)}
     overrides = {key: value for key, value in _defaults(written) if _at(written, key) is None}
@@ -118,14 +108,18 @@ def load(config: Any, *, refuses: bool = True) -> Config:
     return loaded
 
 
+def _known(path: str) -> set[str]:
+    """Collect the keys of a block; "" is the config itself."""
+    model = block_of(key_names(Config)[path]) if path else Config
+    return {*key_names(model or Config), *idle_keys_in(path)}
+
+
 def _unknown(written: Mapping[str, Any]) -> Iterator[str]:
     for path in _LENIENT:
         block = written.get(path) if path else written
-        model = block_of(key_names(Config)[path]) if path else Config
-        known = {*key_names(model or Config), *idle_keys_in(path)}
-        for name in block if isinstance(block, Mapping) else ():
-            if name not in known and "." not in name:
-                yield f"{path}.{name}" if path else name
+        if isinstance(block, Mapping):
+            names = (name for name in block if "." not in name and name not in _known(path))
+            yield from (f"{path}.{name}" if path else name for name in names)
 
 
 def _ignored(written: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -185,9 +179,8 @@ def _check(config: Config) -> None:
         "bf16.bf16_master_weights_and_grads": bf16.bf16_master_weights_and_grads,
         "bf16.bf16_optimizer_states": bf16.bf16_optimizer_states,
     }
-    for path, is_set in needs_zero.items():
-        if is_set and stage == 0:
-            raise DeepSpeedConfigError(f"{path} is only supported with ZeRO Stage 1, 2, or 3")
+    for path in filter(needs_zero.get, needs_zero) if stage == 0 else ():
+        raise DeepSpeedConfigError(f"{path} is only supported with ZeRO Stage 1, 2, or 3")
     if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
         raise DeepSpeedConfigError(
             "bf16.bf16_optimizer_states requires bf16.bf16_master_weights_and_grads to be enabled"
@@ -215,8 +208,7 @@ class DeepSpeedConfig:
     """The values of a config that published scripts read."""
 
     def __init__(self, config: Any) -> None:
-        from wherry.compat.deepspeed.comm import get_world_size
-        from wherry.compat.deepspeed.monitor import get_monitor_config
+        from wherry.compat.deepspeed.comm import get_world_size  # with torch, which `wherry config` does without
 
         loaded = load(config, refuses=False)
         check_batch(loaded, may_be_auto=False)
@@ -224,7 +216,11 @@ class DeepSpeedConfig:
             sizes = loaded.batch(get_world_size())
         self.train_batch_size, self.train_micro_batch_size_per_gpu, self.gradient_accumulation_steps = sizes
         self.fp16_enabled = loaded.fp16.enabled
-        self.monitor_config = get_monitor_config(loaded.model_dump(exclude_unset=True))
+        self.monitor_config = SimpleNamespace(comet=loaded.comet)
+        for block, (key, name) in _RUN_NAMES.items():
+            own = getattr(loaded, block)
+            named = own if block in loaded.written else own.model_copy(update={key: name})
+            setattr(self.monitor_config, block, named)
 
     def __getattr__(self, name: str) -> Any:
         raise AttributeError(f"DeepSpeedConfig.{name} is not part of Wherry; read it in the config's own dict")
@@ -260,7 +256,7 @@ def for_deepspeed(config: Config) -> tuple[dict[str, Any], list[str]]:
     if "gradient_clipping" not in tree:
         tree["gradient_clipping"] = config.gradient_clipping
         notes.append("gradient_clipping: written out, as its default is another there since 2026")
-    notes += [f'{path}: "auto" is filled in by a Trainer only' for path in sorted(_autos(tree, ""))]
+    notes += [f'{path}: "auto" is filled in by a Trainer only' for path in sorted(config.auto) if _at(tree, path)]
     return tree, notes
 
 
@@ -279,11 +275,3 @@ def _kept(tree: Mapping[str, Any], prefix: str, notes: list[str]) -> dict[str, A
         else:
             kept[OTHER_NAMES.get(path, name)] = value
     return kept
-
-
-def _autos(tree: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    for name, value in tree.items():
-        if isinstance(value, Mapping):
-            yield from _autos(value, f"{prefix}{name}.")
-        elif value == "auto":
-            yield f"{prefix}{name}"

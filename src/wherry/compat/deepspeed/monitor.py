@@ -3,30 +3,14 @@
 from __future__ import annotations
 
 import csv
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 from wherry.compat.deepspeed.comm import get_rank
-from wherry.config import blocks
 from wherry.observe.metrics import SERVICES
 
 Event = tuple[str, float, int]
-_JOB = {"job_name": "DeepSpeedJobName"}
-# The block of each monitor, and DeepSpeed's defaults where they differ from Wherry's.
-_BLOCKS: dict[str, tuple[Any, dict[str, str]]] = {
-    "tensorboard": (blocks.TensorBoard, _JOB),
-    "wandb": (blocks.Wandb, {"project": "deepspeed"}),
-    "csv_monitor": (blocks.CsvMonitor, _JOB),
-    "comet": (blocks.Comet, {}),
-}
-
-
-def get_monitor_config(param_dict: Mapping[str, Any]) -> SimpleNamespace:
-    """Read the blocks of all monitors from a config."""
-    read = {key: block(**defaults | (param_dict.get(key) or {})) for key, (block, defaults) in _BLOCKS.items()}
-    return SimpleNamespace(**read)
 
 
 class _Monitor:
