@@ -7,6 +7,7 @@ import logging
 import re
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,7 @@ from wherry.nn.tiled import TiledLinear as WherryTiledLinear
 PAGE = Path(__file__).parents[2] / "docs" / "coming-from-deepspeed.md"
 SIZES = {"train_micro_batch_size_per_gpu": 2}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}}
-BF16 = {"bf16": {"enabled": True}}
+BF16, FP16 = {"bf16": {"enabled": True}}, {"enabled": True, "initial_scale_power": 4}
 Pair = tuple[str, str]
 
 
@@ -42,7 +43,7 @@ def outcome(call: Callable[[], Any], done: str) -> str:
     return done
 
 
-def both(use: Callable[[Any], str], weight: float = 1.0, **config: Any) -> Pair:
+def both(use: Callable[[Any], object], weight: float = 1.0, **config: Any) -> Pair:
     """Look at an engine of either kind, whose loss is the sum of the input times `weight`."""
     seen = []
     for initialize in (wherry.initialize, engines.initialize):
@@ -50,7 +51,8 @@ def both(use: Callable[[Any], str], weight: float = 1.0, **config: Any) -> Pair:
         nn.init.constant_(model.weight, weight)
         given = {**SIZES, **SGD, **copy.deepcopy(config)}
         engine, *_ = initialize(model=model, config=given, model_parameters=model.parameters())
-        seen.append(use(engine))
+        value = use(engine)
+        seen.append(f"{value:.3g}" if isinstance(value, float) else str(value))
         engine.close()
     return seen[0], seen[1]
 
@@ -87,47 +89,43 @@ def master_after_a_load(engine: Any) -> str:
     return master(engine)
 
 
-def first_step(engine: Any) -> str:
+def first_step(engine: Any) -> float:
     step(engine)
-    return f"{float(next(iter(engine.optimizer.state_dict()['state'].values()))['step']) - 1:g}"
+    return float(next(iter(engine.optimizer.state_dict()["state"].values()))["step"]) - 1
 
 
 def muon_rates() -> Pair:
-    def rates_of(load: Callable[[Any], Any]) -> str:
-        _, options = load({**SIZES, "optimizer": {"type": "Muon"}}).optimizer.build_args()
-        return f"{options['lr']:g}, {options['adamw_lr']:g}"
+    read = [
+        load({**SIZES, "optimizer": {"type": "Muon"}}).optimizer.build_args()[1] for load in (configs.load, theirs.load)
+    ]
+    ours, same = (f"{options['lr']:g}, {options['adamw_lr']:g}" for options in read)
+    return ours, same
 
-    return rates_of(configs.load), rates_of(theirs.load)
 
-
-def rule(engine: Any) -> str:
-    return "Muon" if engine.optimizer.param_groups[0]["use_muon"] else "AdamW"
+def option(engine: Any, name: str) -> Any:
+    return engine.optimizer.param_groups[0][name]
 
 
 def rates(engine: Any) -> list[float]:
     seen = []
     for _ in range(4):
-        seen.append(engine.optimizer.param_groups[0]["lr"])
+        seen.append(option(engine, "lr"))
         step(engine)
-    return [*seen, engine.optimizer.param_groups[0]["lr"]]
+    return [*seen, option(engine, "lr")]
 
 
-def counter(engine: Any) -> str:
-    return next(name for name in ("last_epoch", "last_batch_iteration") if name in engine.lr_scheduler.state_dict())
-
-
-def steps_until_the_scale_grows(engine: Any) -> str:
+def steps_until_the_scale_grows(engine: Any) -> int:
     first = engine.loss_scale
     for count in range(1, 6):
         step(engine, 0.01)
         if engine.loss_scale != first:
-            return str(count)
+            return count
     raise AssertionError("it does not grow")
 
 
-def norm_after_an_overflow(engine: Any) -> str:
+def norm_after_an_overflow(engine: Any) -> float:
     step(engine, 60000.0)
-    return f"{float(engine.get_global_grad_norm()):g}"
+    return float(engine.get_global_grad_norm())
 
 
 LINEAR = {"warmup_num_steps": 4, "warmup_max_lr": 1.0, "warmup_type": "linear"}
@@ -142,30 +140,31 @@ NUMBERS: dict[str, Callable[[], Pair]] = {
         first_step, **BF16, optimizer={"type": "AdamW", "params": {"lr": 0.1}}
     ),
     "the learning rates of a `Muon` that is given none, of its matrices and of the rest": muon_rates,
-    "who updates the one layer of a model, of a `Muon`": lambda: both(rule, optimizer={"type": "Muon"}),
+    "who updates the one layer of a model, of a `Muon`": lambda: both(
+        lambda engine: "Muon" if option(engine, "use_muon") else "AdamW", optimizer={"type": "Muon"}
+    ),
     "learning rates of a linear warm-up to 1 in 4 steps": lambda: both(
         lambda engine: ", ".join(f"{rate:g}" for rate in rates(engine)[:4]),
         scheduler={"type": "WarmupLR", "params": LINEAR},
     ),
     "`WarmupDecayLR` without `warmup_max_lr`, of an optimizer with 0.5": lambda: both(
-        lambda engine: f"{max(rates(engine)[1:]):.3g}", scheduler={"type": "WarmupDecayLR", "params": DECAY}
+        lambda engine: max(rates(engine)[1:]), scheduler={"type": "WarmupDecayLR", "params": DECAY}
     ),
     "what a schedule's `state_dict()` counts with": lambda: both(
-        counter, scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 2}}
+        lambda engine: next(key for key in engine.lr_scheduler.state_dict() if key.startswith("last_")),
+        scheduler={"type": "WarmupLR", "params": {"warmup_num_steps": 2}},
     ),
     "what `backward` returns for a loss of 3 and two micro-batches": lambda: both(
-        lambda engine: f"{float(engine.backward(loss(engine)).detach()):g}", gradient_accumulation_steps=2
+        lambda engine: float(engine.backward(loss(engine)).detach()), gradient_accumulation_steps=2
     ),
     "good steps until a dynamic scale with a window of 2 grows": lambda: both(
-        steps_until_the_scale_grows,
-        fp16={"enabled": True, "initial_scale_power": 4, "loss_scale_window": 2},
-        zero_optimization={"stage": 1},
+        steps_until_the_scale_grows, fp16=FP16 | {"loss_scale_window": 2}, zero_optimization={"stage": 1}
     ),
     "the norm after a step that is skipped": lambda: both(
-        norm_after_an_overflow, fp16={"enabled": True, "initial_scale_power": 16}, zero_optimization={"stage": 1}
+        norm_after_an_overflow, fp16=FP16 | {"initial_scale_power": 16}, zero_optimization={"stage": 1}
     ),
     "`weight_decay` left out of an `AdamW` with `torch_adam`": lambda: both(
-        lambda engine: f"{engine.optimizer.param_groups[0]['weight_decay']:g}",
+        lambda engine: float(option(engine, "weight_decay")),
         optimizer={"type": "AdamW", "params": {"lr": 0.1, "torch_adam": True}},
     ),
 }
@@ -174,8 +173,10 @@ NUMBERS: dict[str, Callable[[], Pair]] = {
 
 
 def job_name() -> Pair:
-    given = {**SIZES, "csv_monitor": {"enabled": True}}
-    return configs.load(given).csv_monitor.job_name, theirs.load(copy.deepcopy(given)).csv_monitor.job_name
+    ours, same = (
+        load({**SIZES, "csv_monitor": {"enabled": True}}).csv_monitor.job_name for load in (configs.load, theirs.load)
+    )
+    return ours, same
 
 
 def no_batch_size() -> Pair:
@@ -206,36 +207,29 @@ CONFIGS: dict[str, Callable[[], Pair]] = {
 
 def built_shape() -> Pair:
     zero = {"zero_optimization": {"stage": 3}}
-    shapes = []
+    layers: list[nn.Linear] = []
     for context in (wherry.Init(config=zero), Init(config_dict_or_path={**SIZES, **zero})):
         with context:
-            layer = nn.Linear(2, 2, bias=False)
-        shapes.append(str(list(layer.weight.shape)))
-    return shapes[0], shapes[1]
+            layers.append(nn.Linear(2, 2, bias=False))
+    ours, same = (str(list(layer.weight.shape)) for layer in layers)
+    return ours, same
 
 
 def enter_no_sync(engine: Any) -> str:
-    def enter() -> None:
-        with engine.no_sync():
-            pass
-
-    return outcome(enter, "accepted")
+    return outcome(lambda: ExitStack().enter_context(engine.no_sync()), "accepted")
 
 
-def gradient_within_a_window(engine: Any) -> str:
+def gradient_within_a_window(engine: Any) -> object:
     engine.backward(loss(engine))
     if isinstance(engine, DeepSpeedEngine):
-        whole = safe_get_full_grad(engine.module.weight)
-        assert whole is not None
-        return f"{float(whole):g}"
+        return safe_get_full_grad(engine.module.weight).item()  # type: ignore[union-attr]
     return outcome(lambda: engine.gradients("weight"), "readable")
 
 
-def grad_attribute(engine: Any) -> str:
+def grad_attribute(engine: Any) -> object:
     engine.backward(loss(engine))
     grad = engine.module.weight.grad
-    engine.zero_grad()
-    return "None" if grad is None else f"{float(grad):g}"
+    return grad if grad is None else grad.item()
 
 
 def first_tile() -> Pair:
@@ -252,7 +246,7 @@ CALLS: dict[str, Callable[[], Pair]] = {
     "`no_sync` at stage 2": lambda: both(enter_no_sync, **STAGE_2),
     "`loss.backward()` without `engine.scale`, in fp16 with a dynamic scale": lambda: both(
         lambda engine: outcome(loss(engine).backward, "scaled"),
-        fp16={"enabled": True, "initial_scale_power": 4},
+        fp16=FP16,
         **STAGE_2,
     ),
     "a gradient within a window, of a loss of 3 and two micro-batches": lambda: both(
@@ -265,34 +259,27 @@ CALLS: dict[str, Callable[[], Pair]] = {
 # Checkpoints.
 
 
-def load_without_latest(engine: Any) -> str:
-    folder = f"kept-{type(engine).__name__}"
-    engine.save_checkpoint(folder, save_latest=False)
-    found, _ = engine.load_checkpoint(folder)
-    return "the newest" if found is not None else "None"
+def saved(engine: Any, **how: Any) -> str:
+    engine.save_checkpoint(folder := type(engine).__name__, **how)
+    return folder
 
 
-def load_a_tag_that_is_not_there(engine: Any) -> str:
-    folder = f"tagged-{type(engine).__name__}"
-    engine.save_checkpoint(folder)
+def load_a_tag_that_is_not_there(engine: Any) -> object:
     try:
-        found, _ = engine.load_checkpoint(folder, tag="other")
+        return engine.load_checkpoint(saved(engine), tag="other")[0]
     except CheckpointError as error:
         return "an AssertionError" if isinstance(error, AssertionError) else "a CheckpointError"
-    return str(found)
-
-
-def saved_files(engine: Any) -> str:
-    folder = f"files-{type(engine).__name__}"
-    engine.save_checkpoint(folder, tag="one")
-    found = sorted(path.name for path in Path(folder).rglob("*.pt"))
-    return found[0] if found else "none of torch's"
 
 
 CHECKPOINTS: dict[str, Callable[[], Pair]] = {
-    "`load_checkpoint` of a folder without `latest`": lambda: both(load_without_latest),
+    "`load_checkpoint` of a folder without `latest`": lambda: both(
+        lambda engine: engine.load_checkpoint(saved(engine, save_latest=False))[0] and "the newest"
+    ),
     "`load_checkpoint` of a tag that is not there": lambda: both(load_a_tag_that_is_not_there),
-    "the files of a checkpoint at stage 2": lambda: both(saved_files, **STAGE_2),
+    "the files of a checkpoint at stage 2": lambda: both(
+        lambda engine: min((path.name for path in Path(saved(engine)).rglob("*.pt")), default="none of torch's"),
+        **STAGE_2,
+    ),
 }
 
 ROWS = NUMBERS | CONFIGS | CALLS | CHECKPOINTS

@@ -9,12 +9,9 @@ import pytest
 import torch
 from tests.compat import harness
 from tests.compat.harness import batch, loss_of, make_model, masters
-from torch import nn
 
 import wherry
 from wherry.compat.deepspeed import ops
-from wherry.update.optimizer import describe
-from wherry.update.rules import TorchRule, UpdateSegment
 
 LR, DECAY, CLIP = 0.01, 0.1, 0.01
 BF16, FP16 = torch.bfloat16, torch.float16
@@ -94,20 +91,6 @@ def test_its_numbers(stage: int, dtype: torch.dtype, offload: str, states: bool)
     engine.destroy()
 
 
-def test_every_placement_has_the_same_bits(tmp_path: Path):
-    disk = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}, "offload_param": {"device": "cpu"}}
-    found = []
-    for zero, policy in (({}, "at_step"), (disk, "at_step"), ({}, "in_backward"), (harness.HOST, "before_use")):
-        config = {"wherry": {"update_policy": policy}, "zero_optimization": {"stage": 3, **zero}}
-        config |= {"train_micro_batch_size_per_gpu": 2, "optimizer": ADAM, **block_of(BF16)}
-        engine = wherry.initialize(model=make_model(), config=config)[0]
-        train(engine, 4)
-        engine.settle()
-        found.append(masters(engine))
-        engine.close()
-        assert all(map(torch.equal, found[-1], found[0])), (zero, policy)
-
-
 def test_a_checkpoint_goes_on_and_loads_where_there_are_masters(tmp_path: Path):
     engine = engine_of(2, "none", **block_of(BF16, states=True))
     train(engine, 3)
@@ -125,24 +108,6 @@ def test_a_checkpoint_goes_on_and_loads_where_there_are_masters(tmp_path: Path):
     other.load_checkpoint(str(tmp_path))
     assert torch.equal(other.states.full("0.weight", "exp_avg"), saved)
     other.destroy()
-
-
-def test_torchs_own_rule_updates_the_weights_themselves():
-    """Round gradients, accumulated in fp32, first; keep moments in the weights' type."""
-    weights, grads = torch.randn(64).bfloat16(), torch.randn(4, 64)
-    plain = nn.Parameter(weights.clone())
-    adam = torch.optim.AdamW([plain], lr=LR)
-    spec = describe(torch.optim.AdamW([nn.Parameter(weights)], lr=LR), state_dtype="bf16")
-    rule = spec.make_rule(on_host=False, masters=False)
-    assert isinstance(rule, TorchRule)
-    segment = UpdateSegment(grad=None, working=weights)
-    for step, grad in enumerate(grads, 1):
-        plain.grad = grad.bfloat16() * 0.3
-        adam.step()
-        segment.grad = grad
-        rule.update([segment], [step], spec.groups, 0.3)
-    assert torch.equal(weights, plain.detach())
-    assert {value.dtype for value in rule.kept()[0].values()} == {BF16}
 
 
 def cpu_adam(full: bool) -> Any:

@@ -7,6 +7,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,6 +57,16 @@ def test_half_precision_equals_fp32_masters_in_plain_pytorch(stage: int, accumul
     # The oracle rounds alike: nearly all working weights have the same bits.
     same = sum(int((ours.weights[n] == w).sum()) for n, w in oracle.weights.items())
     assert same > (0.9 if half is torch.float16 else 0.98) * sum(w.numel() for w in oracle.weights.values())
+
+
+def test_weights_without_masters_have_the_same_bits_in_every_placement(tmp_path: Path) -> None:
+    host, block = {"offload_optimizer": {"device": "cpu"}}, {"enabled": True, "bf16_master_weights_and_grads": True}
+    disk = {"offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}, "offload_param": {"device": "cpu"}}
+    runs = []
+    for zero, policy in (({}, "at_step"), (disk, "at_step"), ({}, "in_backward"), (host, "before_use")):
+        config = {"bf16": block, "zero_optimization": zero, "wherry": {"update_policy": policy}}
+        runs.append(train_engine(make_model(), stage=3, steps=4, config=config))
+        assert_equal(runs[-1], runs[0])
 
 
 @pytest.mark.parametrize("stage", [0, 3])

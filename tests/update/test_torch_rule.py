@@ -48,3 +48,21 @@ def test_state_that_a_constructor_makes_is_kept_and_made_again() -> None:
             segment.grad = grad
             rule.update([segment], [step], spec.groups, 1.0).wait()
         assert torch.equal(segment.whole_master, plain.detach())
+
+
+def test_a_rule_without_masters_updates_the_weights_themselves() -> None:
+    """Round gradients, accumulated in fp32, first; keep moments in the weights' type."""
+    weights, grads = torch.randn(64).bfloat16(), torch.randn(4, 64)
+    plain = nn.Parameter(weights.clone())
+    adam = torch.optim.AdamW([plain], lr=0.01)
+    spec = describe(torch.optim.AdamW([nn.Parameter(weights)], lr=0.01), state_dtype="bf16")
+    rule = spec.make_rule(on_host=False, masters=False)
+    assert isinstance(rule, TorchRule)
+    segment = UpdateSegment(grad=None, working=weights)
+    for step, grad in enumerate(grads, 1):
+        plain.grad = grad.bfloat16() * 0.3
+        adam.step()
+        segment.grad = grad
+        rule.update([segment], [step], spec.groups, 0.3)
+    assert torch.equal(weights, plain.detach())
+    assert {value.dtype for value in rule.kept()[0].values()} == {torch.bfloat16}
