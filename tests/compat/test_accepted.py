@@ -19,7 +19,6 @@ from wherry.compat.deepspeed.config import (
     DeepSpeedConfig,
     DeepSpeedConfigError,
     add_config_arguments,
-    for_deepspeed,
     load,
 )
 from wherry.compat.deepspeed.engine import initialize
@@ -80,22 +79,20 @@ def test_what_changes_results_and_is_not_there_stays_refused(given: dict[str, An
         engine_of(config={TRAIN: 1, **given})
 
 
-def test_the_config_of_a_flag_and_the_local_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_config_is_given_once_by_a_flag_or_an_argument(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setenv("LOCAL_RANK", "3")
     file = tmp_path / "config.json"
     file.write_text(json.dumps(SMALL))
-    parser = add_config_arguments(argparse.ArgumentParser())
-    args = parser.parse_args(["--deepspeed", "--deepspeed_config", str(file)])
+    args = add_config_arguments(argparse.ArgumentParser()).parse_args(["--deepspeed", "--deepspeed_config", str(file)])
     assert args.deepspeed and not args.deepscale
     args.local_rank = -1
     engine = engine_of(args=args)
     assert engine.train_batch_size() == 2 and args.local_rank == 3
     engine.destroy()
-
-
-def test_a_config_that_is_given_twice_or_not_at_all(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("INFO", "wherry")
-    for given in ({"args": argparse.Namespace(deepspeed_config="a.json"), "config": SMALL}, {}):
+    for given in ({"args": args, "config": SMALL}, {}):
         with pytest.raises(AssertionError, match=r"give it once|requires a config"):
             engine_of(**given)
     with pytest.raises(AssertionError, match="requires a model"):
@@ -122,34 +119,30 @@ def test_what_scripts_read_of_a_config(tmp_path: Path, monkeypatch: pytest.Monke
             DeepSpeedConfig(wrong)
 
 
-def test_a_config_of_wherrys_in_the_keys_that_deepspeed_reads():
-    kept = {"train_batch_size": 8, "gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
-    offload = {"device": "cpu", "buffer_size": 100000}
+def test_a_config_of_wherrys_in_the_keys_that_deepspeed_reads(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "config.json"
+    kept = {TRAIN: 8, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
     given = {
         **kept,
         "$schema": "wherry.json",
-        "zero_optimization": {"stage": 2, "grad_hooks": True, "offload_optimizer": offload},
+        "zero_optimization": {"grad_hooks": True, "offload_optimizer": {"device": "cpu", "buffer_size": 100000}},
         "aio": {"thread_count": 2},
         "activation_checkpointing": {"policy": "recompute", "cpu_checkpointing": True},
         "wherry": {"update_policy": "before_use"},
     }
-    tree, notes = for_deepspeed(load_own(given))
-    assert tree == {
+    file.write_text(json.dumps(given))
+    assert main(["config", "deepspeed", str(file), "--set", "zero_optimization.stage=2"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out) == {
         **kept,
         "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
         "aio": {"intra_op_parallelism": 2},
         "activation_checkpointing": {"cpu_checkpointing": True},
+        "gradient_clipping": 0.0,
     }
     zero = ["zero_optimization.grad_hooks", "zero_optimization.offload_optimizer.buffer_size"]
-    left = [*zero, "activation_checkpointing.policy", "wherry", "optimizer.params.lr"]
-    assert [note.partition(":")[0] for note in notes] == left
-
-
-def test_a_config_in_its_keys_by_the_command(tmp_path, capsys):
-    file = tmp_path / "config.json"
-    file.write_text(json.dumps({"train_batch_size": 8, "wherry": {"master": "whole"}}))
-    assert main(["config", "deepspeed", str(file), "--set", "zero_optimization.stage=1"]) == 0
-    out = capsys.readouterr()
-    written = {"train_batch_size": 8, "zero_optimization": {"stage": 1}, "gradient_clipping": 0.0}
-    assert json.loads(out.out) == written
-    assert "gradient_clipping: written out" in out.err and "wherry: left out" in out.err
+    notes = [*zero, "activation_checkpointing.policy", "wherry", "gradient_clipping", "optimizer.params.lr"]
+    assert [line.split(": ")[1] for line in printed.err.splitlines()] == notes
+    assert "wherry: left out" in printed.err and "gradient_clipping: written out" in printed.err

@@ -19,34 +19,25 @@ from wherry.testing import run_ranks
 SUMS_IN_FP32 = BF16 | {"data_types": {"grad_accum_dtype": "fp32"}}
 
 
-def test_at_stage_0_in_fp32_it_is_the_very_optimizer_until_the_engine_ends():
+def test_at_stage_0_in_fp32_it_is_the_very_optimizer_until_the_engine_ends(recwarn):
     model, plain = make_model(), make_model()
     made, other = (torch.optim.AdamW(each.parameters(), lr=0.1) for each in (model, plain))
+    schedules = [torch.optim.lr_scheduler.LambdaLR(each, lambda epoch: 0.5**epoch) for each in (made, other)]
     engine = engine_of(0, model=model, given=made, gradient_clipping=0.0)
     assert engine.optimizer is made and isinstance(made, torch.optim.AdamW)
     for seed in range(3):
-        for forward, optimizer in ((engine, made), (plain, other)):  # the script's own
+        for forward, optimizer, schedule in zip((engine, plain), (made, other), schedules, strict=True):
             forward(batch(seed)).mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+            schedule.step()
+    assert engine.get_lr() == [0.0125] and not [one for one in recwarn if "lr_scheduler" in str(one.message)]
     first, expected = model[0].weight, plain[0].weight
     torch.testing.assert_close(first, expected)
     torch.testing.assert_close(made.state[first]["exp_avg"], other.state[expected]["exp_avg"])
     assert made.state_dict()["state"].keys() == other.state_dict()["state"].keys()
     engine.destroy()
     assert type(made) is torch.optim.AdamW
-
-
-def test_a_schedule_that_was_made_before_the_engine_moves_it(recwarn):
-    model = make_model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda epoch: 0.5**epoch)
-    engine = engine_of(0, model=model, given=optimizer)
-    step(engine)
-    schedule.step()
-    assert engine.get_lr() == [0.5]
-    assert not [one for one in recwarn if "lr_scheduler" in str(one.message)]
-    engine.destroy()
 
 
 @pytest.mark.parametrize(
@@ -112,30 +103,14 @@ def test_optimizers_that_are_refused(stage, make, more, kind, message):
         engine_of(3, zero=more["zero"], given=make).destroy()
 
 
-@pytest.mark.parametrize(("stage", "zero"), [(0, {}), (2, HOST), (3, {})])
-def test_state_is_shown_and_written_where_it_rests(stage, zero):
-    engine = engine_of(stage, zero=zero, **BF16)
+@pytest.mark.parametrize(("stage", "more"), [(0, BF16), (1, FP16), (2, {"zero": HOST, **BF16}), (3, BF16)])
+def test_state_is_shown_written_and_restored_where_it_rests(stage, more):
+    engine = engine_of(stage, **more)
     step(engine)
     optimizer, first = engine.optimizer.optimizer, next(engine.module.parameters())
     assert len(optimizer.state) == 4
     assert float(optimizer.state[first]["step"]) == (1 if stage else 2)  # it begins with one on zeros, as there
-    moment = optimizer.state[first]["exp_avg"]
-    assert moment.abs().sum() > 0
-    moment.zero_()
-    assert engine.states.full("0.weight", "exp_avg").abs().sum() == 0
-    with pytest.raises(wherry.WherryError, match="cannot be replaced"):
-        optimizer.state[first] = {}
-    with pytest.raises(wherry.WherryError, match="engine has the state"):
-        optimizer.load_state_dict(optimizer.state_dict())
-    optimizer.param_groups[0]["lr"] = 0.25
-    assert engine.get_lr() == [0.25]
-    engine.destroy()
-
-
-@pytest.mark.parametrize(("stage", "more"), [(0, BF16), (1, FP16), (2, {"zero": HOST}), (3, BF16)])
-def test_a_state_dict_restores_everything(stage, more):
-    engine = engine_of(stage, **more)
-    step(engine)
+    assert optimizer.state[first]["exp_avg"].abs().sum() > 0
     saved, before = copy.deepcopy(engine.optimizer.state_dict()), masters(engine)
     held = copy.deepcopy(engine.module.state_dict())
     step(engine, 1)
@@ -145,6 +120,14 @@ def test_a_state_dict_restores_everything(stage, more):
     assert all(map(torch.equal, masters(engine), before))
     step(engine, 1)
     assert all(map(torch.equal, masters(engine), after))
+    optimizer.state[first]["exp_avg"].zero_()
+    assert engine.states.full("0.weight", "exp_avg").abs().sum() == 0
+    with pytest.raises(wherry.WherryError, match="cannot be replaced"):
+        optimizer.state[first] = {}
+    with pytest.raises(wherry.WherryError, match="engine has the state"):
+        optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.param_groups[0]["lr"] = 0.25
+    assert engine.get_lr() == [0.25]
     engine.destroy()
 
 

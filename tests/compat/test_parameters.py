@@ -64,7 +64,6 @@ def test_an_engine_marks_what_it_partitions() -> None:
         weight.all_gather()
         assert torch.equal(weight.data, Net().one.weight) and weight.ds_status == ZeroParamStatus.AVAILABLE
         weight.partition()
-        assert weight.numel() == 0
         weight.all_gather([weight, bias])
         with torch.no_grad():
             bias.fill_(7)
@@ -85,8 +84,22 @@ def test_an_engine_marks_what_it_partitions() -> None:
         assert seen == [(ZeroParamStatus.AVAILABLE, shapes[f"{name}.weight"]) for name in ("one", "two")]
         engine.step()
         assert all(p.numel() == 0 and p.ds_status == ZeroParamStatus.NOT_AVAILABLE for p in params.values())
+        one, two = engine.module.one, engine.module.two
+        register_external_parameter(one, two.weight)
+        assert [p is two.weight for _, p in one.ds_external_parameters()] == [True]
+        with GatheredParameters(two.bias, fwd_module=one):
+            assert len(one.ds_external_parameters()) == 2
+        unregister_external_parameter(one, two.weight)
+        assert [p is two.bias for _, p in one.ds_external_parameters()] == [True]
+        for call in (register_external_parameter, unregister_external_parameter):
+            with pytest.raises(RuntimeError, match=r"not a torch\.nn\.Parameter"):
+                call(one, torch.ones(1))
+        with GatheredParameters(weight):
+            for made in (copy.deepcopy(weight), pickle.loads(pickle.dumps(weight))):
+                assert type(made) is nn.Parameter and torch.equal(made, weight) and not is_zero_param(made)
         whole = engine.module.state_dict()
         engine.unwrap()
+        assert not hasattr(one, "ds_external_parameters")
         assert all(type(p) is nn.Parameter and not is_zero_param(p) for p in params.values())
         assert all(torch.equal(p, whole[name]) for name, p in params.items())
         return parts
@@ -125,32 +138,6 @@ def test_gathered_parameters(with_engine: bool) -> None:
         with pytest.raises(KeyError), GatheredParameters(weight):
             raise KeyError
         assert weight.numel() == 0
-
-    run_ranks(2, body)
-
-
-def test_what_libraries_reach_for_in_an_engine() -> None:
-    """List external parameters; copy and pickle whole weights."""
-
-    def body(comm: Comm) -> None:
-        engine = partitioned(comm)
-        one, two = engine.module.one, engine.module.two
-        register_external_parameter(one, two.weight)
-        assert [p is two.weight for _, p in one.ds_external_parameters()] == [True]
-        with GatheredParameters(two.bias, fwd_module=one):
-            assert len(one.ds_external_parameters()) == 2
-        unregister_external_parameter(one, two.weight)
-        assert [p is two.bias for _, p in one.ds_external_parameters()] == [True]
-        for call in (register_external_parameter, unregister_external_parameter):
-            with pytest.raises(RuntimeError, match=r"not a torch\.nn\.Parameter"):
-                call(one, torch.ones(1))
-
-        with GatheredParameters(one.weight):
-            for made in (copy.deepcopy(one.weight), pickle.loads(pickle.dumps(one.weight))):
-                assert type(made) is nn.Parameter and torch.equal(made, one.weight) and not is_zero_param(made)
-
-        engine.close()
-        assert not hasattr(one, "ds_external_parameters")
 
     run_ranks(2, body)
 

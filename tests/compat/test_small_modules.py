@@ -140,18 +140,19 @@ class Counted(nn.Linear):
         return super().forward(x)
 
 
+compute = tiled.sequence_tiled_compute
+
+
 @pytest.mark.parametrize(
     "run",
     [
         lambda layer, x: tiled.TiledMLP.apply(Counted.forward, layer, x, 4),
-        lambda layer, x: tiled.sequence_tiled_compute(
-            Counted.forward, 13, 4, {"x": x}, {"self": layer}, "x", output_reduction=None
-        ),
-        lambda layer, x: tiled.sequence_tiled_compute(
+        lambda layer, x: compute(Counted.forward, 13, 4, {"x": x}, {"self": layer}, "x", output_reduction=None),
+        lambda layer, x: compute(
             lambda layer, x: layer(x).square().sum(), 13, 4, {"x": x}, {"layer": layer}, "x", None, 0, "sum"
         ).sqrt(),
     ],
-)  # fmt: skip
+)
 def test_tiles_give_the_numbers_of_the_whole(run: Any) -> None:
     results = []
     for call in (run, Counted.__call__):
@@ -181,36 +182,33 @@ def test_a_profile_of_a_model(capsys: pytest.CaptureFixture[str], tmp_path: Path
 BILLION = 10**9
 
 
-@pytest.mark.parametrize(
-    ("print_table", "arguments", "rows"),
-    [
-        # Weights 2 bytes, gradients 2, optimizer 12 of each parameter; what rests on the host half as much again.
-        (profiling.estimate_zero2_model_states_mem_needs_all_cold, (8,),
-         [(21, 2, "host", "device"), (0, 3.75, "device", "device")]),
-        (profiling.estimate_zero2_model_states_mem_needs_all_cold, (8, 2, 1), [(7, 2, "host", "device")]),
-        (profiling.estimate_zero3_model_states_mem_needs_all_cold, (BILLION // 10, 8),
+def test_memory_of_states(capsys: pytest.CaptureFixture[str]) -> None:
+    def printed(print_table: Any, *arguments: Any) -> str:
+        print_table(*arguments)
+        return capsys.readouterr().out
+
+    cold_2, cold_3 = (
+        profiling.estimate_zero2_model_states_mem_needs_all_cold,
+        profiling.estimate_zero3_model_states_mem_needs_all_cold,
+    )
+    # Weights 2 bytes, gradients 2, optimizer 12 of each parameter; what rests on the host half as much again.
+    for table, rows in (
+        (printed(cold_2, BILLION, 8), [(21, 2, "host", "device"), (0, 3.75, "device", "device")]),
+        (printed(cold_2, BILLION, 8, 2, 1), [(7, 2, "host", "device")]),
+        (printed(cold_3, BILLION, BILLION // 10, 8),
          [(24, 0.2, "host", "host"), (21, 0.45, "host", "device"), (0, 2.2, "device", "device")]),
-    ],
-)  # fmt: skip
-def test_memory_of_states(print_table: Any, arguments: Any, rows: Any, capsys: pytest.CaptureFixture[str]) -> None:
-    print_table(BILLION, *arguments)
-    table = capsys.readouterr().out
-    for host, device, optimizer, parameters in rows:
-        sizes = f"{format_bytes(int(host * BILLION)):>16} | {format_bytes(int(device * BILLION)):>12}"
-        assert f"{sizes} | optimizer: {optimizer}, parameters: {parameters}\n" in table
-
-
-def test_memory_of_states_of_a_model(capsys: pytest.CaptureFixture[str]) -> None:
+    ):  # fmt: skip
+        for host, device, optimizer, parameters in rows:
+            sizes = f"{format_bytes(int(host * BILLION)):>16} | {format_bytes(int(device * BILLION)):>12}"
+            assert f"{sizes} | optimizer: {optimizer}, parameters: {parameters}\n" in table
     with torch.device("meta"):
         model = nn.Sequential(nn.Embedding(100_000, 1000), nn.Linear(1000, 2000, bias=False))
     model.append(model[0])  # It is shared, so it counts once.
-    profiling.estimate_zero3_model_states_mem_needs_all_live(model, 4, 2)
-    live = capsys.readouterr().out
-    profiling.estimate_zero3_model_states_mem_needs_all_cold(102_000_000, 100_000_000, 4, 2)
-    assert live == capsys.readouterr().out
+    live = printed(profiling.estimate_zero3_model_states_mem_needs_all_live, model, 4, 2)
+    assert live == printed(cold_3, 102_000_000, 100_000_000, 4, 2) and live.count("optimizer: ") == 3
     assert "102M parameters, 100M in the largest layer" in live and "on 2 nodes with 4 GPUs each" in live
-    profiling.estimate_zero2_model_states_mem_needs_all_live(model)
-    assert (live.count("optimizer: "), capsys.readouterr().out.count("optimizer: ")) == (3, 2)
+    live = printed(profiling.estimate_zero2_model_states_mem_needs_all_live, model)
+    assert live == printed(cold_2, 102_000_000) and live.count("optimizer: ") == 2
 
 
 @pytest.mark.parametrize(("enabled", "inside"), [(False, torch.float32), (True, torch.bfloat16)])
