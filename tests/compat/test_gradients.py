@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.compat.harness import BF16, FP16, HOST, batch, engine_of, line, loss_of, make_model
+from tests.compat.harness import BF16, FP16, HOST, batch, engine_of, line, loss_of, make_model, step
 from torch import nn
 
 import wherry
@@ -251,12 +251,9 @@ def test_a_frozen_weight_has_none_of_it_and_stays(stage, more):
 )
 def test_full_and_local_gradients_within_a_window(stage, zero, more):
     """Give the micro-batches so far: at stages 0 and 1 the rank's own until the boundary, else the ranks' mean."""
-    model = make_model()
 
     def body(comm: Any) -> list[torch.Tensor]:
-        engine = engine_of(
-            stage, model=copy.deepcopy(model), zero=zero, mesh=comm, gradient_accumulation_steps=2, **more
-        )
+        engine = engine_of(stage, zero=zero, mesh=comm, gradient_accumulation_steps=2, **more)
         weight, found = next(engine.module.parameters()), []
         assert safe.safe_get_full_grad(weight) is None
         for micro in range(2):
@@ -267,41 +264,36 @@ def test_full_and_local_gradients_within_a_window(stage, zero, more):
             torch.testing.assert_close(safe.safe_get_full_grad(weight).float(), found[-1] * 2, rtol=1e-2, atol=1e-3)
             safe.safe_set_full_grad(weight, found[-1])
             engine.step()
-        assert safe.safe_get_full_grad(weight) is None
-        assert safe.safe_get_local_grad(weight) is None
+        assert safe.safe_get_full_grad(weight) is safe.safe_get_local_grad(weight) is None
         engine.destroy()
         return [gradient / (16 if more else 1) for gradient in found]  # they carry the loss scale
 
     found = run_ranks(2, body)
-    plain = [copy.deepcopy(model) for _ in range(2)]
+    plain = [make_model() for _ in range(2)]
     for micro in range(2):
-        for rank in range(2):
-            (plain[rank](batch(2 * micro + rank)).mean() / 2).backward()
+        for rank, one in enumerate(plain):
+            (one(batch(2 * micro + rank)).mean() / 2).backward()
         own = [one[0].weight.grad for one in plain]
-        for rank in range(2):
-            expected = own[rank] if stage < 2 and micro == 0 else (own[0] + own[1]) / 2
+        for rank, grad in enumerate(own):
+            expected = grad if stage < 2 and micro == 0 else (own[0] + own[1]) / 2
             torch.testing.assert_close(found[rank][micro], expected, rtol=2e-2, atol=2e-3)
 
 
 def test_masters_and_states_that_a_script_sets_are_those_of_the_next_step():
-    model = make_model()
-    plain = copy.deepcopy(model)
-    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.0)
-
     def body(comm: Any) -> list[torch.Tensor]:
-        engine = engine_of(3, model=copy.deepcopy(model), mesh=comm, gradient_clipping=0.0)
+        engine = engine_of(3, mesh=comm, gradient_clipping=0.0)
         weight, bias = list(engine.module.parameters())[:2]
-        for seed in range(2):
-            engine.backward(loss_of(engine, seed))
-            engine.step()
-            if seed == 0:
-                safe.safe_set_full_fp32_param(bias, torch.full((8,), 0.125))
-                moment = safe.safe_get_full_optimizer_state(weight, "exp_avg")
-                safe.safe_set_full_optimizer_state(weight, moment * 2, "exp_avg")
-                local = safe.safe_get_local_optimizer_state(weight, "exp_avg_sq")
-                safe.safe_set_local_optimizer_state(weight, local * 4, "exp_avg_sq")
+        step(engine)
+        safe.safe_set_full_fp32_param(bias, torch.full((8,), 0.125))
+        moment = safe.safe_get_full_optimizer_state(weight, "exp_avg")
+        safe.safe_set_full_optimizer_state(weight, moment * 2, "exp_avg")
+        local = safe.safe_get_local_optimizer_state(weight, "exp_avg_sq")
+        safe.safe_set_local_optimizer_state(weight, local * 4, "exp_avg_sq")
+        step(engine, 1)
         return [safe.safe_get_full_fp32_param(parameter) for parameter in engine.module.parameters()]
 
+    plain = make_model()
+    optimizer = torch.optim.AdamW(plain.parameters(), lr=0.01, weight_decay=0.0)
     for seed in range(2):
         plain(batch(seed)).mean().backward()
         optimizer.step()

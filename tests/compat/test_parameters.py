@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.compat.harness import SGD, engine_of
+from tests.compat.harness import SGD, engine_of, step
 from torch import nn
 
 from wherry.compat.deepspeed import leaf_modules
@@ -143,7 +143,7 @@ def test_gathered_parameters(with_engine: bool) -> None:
 
 
 def test_a_trained_parameter_without_a_gradient_is_an_error_where_that_is_asked_for() -> None:
-    def step(**zero: Any) -> None:
+    def train(**zero: Any) -> None:
         model = Net()
         model.unused = nn.Linear(2, 2)
         engine, *_ = initialize(model=model, config=config_of(2, offload_optimizer={"device": "cpu"}, **zero))
@@ -152,9 +152,9 @@ def test_a_trained_parameter_without_a_gradient_is_an_error_where_that_is_asked_
         engine.step()
         engine.close()
 
-    step()
+    train()
     with pytest.raises(AssertionError, match=r"unused\.weight, unused\.bias got no gradient.*ignore_unused_parameters"):
-        step(ignore_unused_parameters=False)
+        train(ignore_unused_parameters=False)
 
 
 class ReturnsBias(nn.Linear):
@@ -168,7 +168,12 @@ def test_tiles_of_a_linear_layer() -> None:
     torch.testing.assert_close(tiled(x), linear(x))
     rows = [torch.cat([tile.weight for tile in row], 1) for row in tiled.linears]
     assert torch.equal(torch.cat(rows), linear.weight)
-    assert [tile.bias is not None for tile in tiled.linears[0]] == [False, False, True]
+    # The first parts are the larger ones, as DeepSpeed cuts them.
+    assert [(tile.in_features, tile.bias is not None) for tile in tiled.linears[0]] == [
+        (3, False),
+        (3, False),
+        (2, True),
+    ]
     with pytest.raises(RuntimeError, match="in_splits is between 1 and the 8 features"):
         TiledLinear(8, 9, in_splits=9)
     parts = {"input_is_already_split": True, "combine_out_splits": False}
@@ -178,13 +183,17 @@ def test_tiles_of_a_linear_layer() -> None:
     output, bias = fused(x)
     assert torch.equal(bias, linear.bias)
     torch.testing.assert_close(output, linear(x) - linear.bias)
+    engine = engine_of(3, model=nn.Sequential(TiledLinear(4, 3, in_splits=2), nn.Linear(3, 1)))
+    step(engine)
+    assert [unit.name for unit in engine.units] == ["root", "0.linears.0.0", "0.linears.0.1"]
+    assert next(iter(engine.consolidated_state_dict())) == "0.linears.0.0.weight"
+    engine.destroy()
 
 
-def test_on_device() -> None:
-    for enabled, found in ((True, (torch.half, "meta")), (False, (torch.float32, "cpu"))):
-        with OnDevice(dtype=torch.half, device="meta", enabled=enabled):
-            layer = nn.Linear(2, 2)
-        assert {(p.dtype, p.device.type) for p in layer.parameters()} == {found}
+@pytest.mark.parametrize(("enabled", "kind"), [(True, (torch.half, "meta")), (False, (torch.float32, "cpu"))])
+def test_on_device(enabled: bool, kind: tuple[torch.dtype, str]) -> None:
+    with OnDevice(dtype=torch.half, device="meta", enabled=enabled):
+        assert {(p.dtype, p.device.type) for p in nn.Linear(2, 2).parameters()} == {kind}
 
 
 def test_initialize_takes_models_whose_shapes_are_not_seen() -> None:
