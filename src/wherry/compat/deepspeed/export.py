@@ -42,11 +42,8 @@ def get_fp32_state_dict_from_zero_checkpoint(
     """
     folder, manifest = _find(checkpoint_dir, tag)
     entries = exporting.exported_entries(folder, manifest, exclude_frozen=exclude_frozen_parameters)
-    weights: dict[str, torch.Tensor] = {}
     with CheckpointReader(folder, manifest) as source:
-        for name, entry in entries.items():
-            weights.update(dict.fromkeys((name, *entry.aliases), _read(source, name, entry)))
-    return weights
+        return _read(source, entries)
 
 
 def convert_zero_checkpoint_to_fp32_state_dict(
@@ -61,33 +58,24 @@ def convert_zero_checkpoint_to_fp32_state_dict(
 
     At most one tensor of a safetensors file, or one of torch.save's files, is in memory.
     """
-    size = sys.maxsize
-    if max_shard_size is not None:
-        text = f"{max_shard_size}B" if isinstance(max_shard_size, int) else max_shard_size
-        size = parse_bytes(text, "max_shard_size")
+    text = f"{max_shard_size}B" if isinstance(max_shard_size, int) else max_shard_size
+    size = sys.maxsize if text is None else parse_bytes(text, "max_shard_size")
     out, exclude = Path(output_dir), exclude_frozen_parameters
     folder, manifest = _find(checkpoint_dir, tag, check=not safe_serialization)
     if safe_serialization:
         exporting.export(folder, out, dtype=torch.float32, max_shard_size=size, exclude_frozen=exclude)
         return
     entries = exporting.exported_entries(folder, manifest, exclude_frozen=exclude)
-    parts = list(_shards(entries, size))
-    files = [f"pytorch_model-{number:05}-of-{len(parts):05}.bin" for number in range(1, len(parts) + 1)]
-    if len(parts) == 1:
-        files = ["pytorch_model.bin"]
+    shards = list(_shards(entries, size))
     file_of: dict[str, str] = {}
-    total = 0
     with CheckpointReader(folder, manifest) as source:
-        for file, names in zip(files, parts, strict=True):
-            weights: dict[str, torch.Tensor] = {}
-            for name in names:
-                tensor = _read(source, name, entries[name])
-                total += tensor.nbytes
-                weights.update(dict.fromkeys((name, *entries[name].aliases), tensor))
-            exporting.write_torch(weights, out / file)
-            file_of.update(dict.fromkeys(weights, file))
-    if len(parts) > 1:
-        index = {"metadata": {"total_size": total}, "weight_map": file_of}
+        for number, shard in enumerate(shards, 1):
+            part = f"-{number:05}-of-{len(shards):05}" if len(shards) > 1 else ""
+            weights = _read(source, shard)
+            exporting.write_torch(weights, out / f"pytorch_model{part}.bin")
+            file_of.update(dict.fromkeys(weights, f"pytorch_model{part}.bin"))
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": sum(map(_nbytes, entries.values()))}, "weight_map": file_of}
         write_text(out / "pytorch_model.bin.index.json", json.dumps(index, indent=2) + "\n")
 
 
@@ -107,10 +95,10 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Folde
     own = {name: tensor.shape for name, tensor in model.state_dict().items()}
     names = {name: [each for each in (name, *entry.aliases) if each in own] for name, entry in entries.items()}
     wrong = [
-        f"{name} is {entry.shape} in the checkpoint and {tuple(own[each])} in the model"
-        for name, entry in entries.items()
-        for each in names[name]
-        if tuple(own[each]) != tuple(entry.shape)
+        f"{name} is {entries[name].shape} in the checkpoint and {tuple(own[each])} in the model"
+        for name, loaded in names.items()
+        for each in loaded
+        if tuple(own[each]) != tuple(entries[name].shape)
     ]
     if wrong:
         raise CheckpointError(f"{folder}: {'; '.join(wrong[:8])}; give the model that was trained")
@@ -118,7 +106,8 @@ def load_state_dict_from_zero_checkpoint(model: nn.Module, checkpoint_dir: Folde
         raise CheckpointError(f"{folder}: the model has none of its {len(entries)} tensors; give the trained one")
     with CheckpointReader(folder, manifest) as source:
         for name, entry in entries.items():
-            model.load_state_dict(dict.fromkeys(names[name], _read(source, name, entry)), strict=False)
+            weights = _read(source, {name: entry})
+            model.load_state_dict({each: weights[each] for each in names[name]}, strict=False)
     unused = [name for name in entries if not names[name]]
     missing = sorted(set(own) - {each for loaded in names.values() for each in loaded})
     for listed, what in ((unused, "the model has no"), (missing, "the checkpoint has no")):
@@ -143,22 +132,30 @@ def _find(checkpoint_dir: Folder, tag: str | None, *, check: bool = True) -> tup
     return folder, exporting.verified(folder) if check else read_manifest(folder)
 
 
-def _read(source: CheckpointReader, name: str, entry: Entry) -> torch.Tensor:
-    return source.tensor(name, WEIGHT, exporting.exported_dtype(entry, torch.float32))
+def _read(source: CheckpointReader, entries: dict[str, Entry]) -> dict[str, torch.Tensor]:
+    """Read tensors, tied ones as one under each of their names."""
+    weights: dict[str, torch.Tensor] = {}
+    for name, entry in entries.items():
+        tensor = source.tensor(name, WEIGHT, exporting.exported_dtype(entry, torch.float32))
+        weights.update(dict.fromkeys((name, *entry.aliases), tensor))
+    return weights
 
 
-def _shards(entries: dict[str, Entry], size: int) -> Iterator[list[str]]:
-    """Split the names into files of at most `size` bytes; a larger tensor has a file of its own."""
-    names: list[str] = []
+def _nbytes(entry: Entry) -> int:
+    return entry.numel * exporting.exported_dtype(entry, torch.float32).itemsize
+
+
+def _shards(entries: dict[str, Entry], size: int) -> Iterator[dict[str, Entry]]:
+    """Split a model into files of at most `size` bytes; a larger tensor has a file of its own."""
+    shard: dict[str, Entry] = {}
     held = 0
     for name, entry in entries.items():
-        nbytes = entry.numel * exporting.exported_dtype(entry, torch.float32).itemsize
-        if names and held + nbytes > size:
-            yield names
-            names, held = [], 0
-        names.append(name)
-        held += nbytes
-    yield names
+        if shard and held + _nbytes(entry) > size:
+            yield shard
+            shard, held = {}, 0
+        shard[name] = entry
+        held += _nbytes(entry)
+    yield shard
 
 
 # Lightning's converter loads the client state and the stage from these files.
@@ -169,8 +166,7 @@ def get_model_state_file(checkpoint_dir: Folder, zero_stage: int = 0) -> str:
 
     `import wherry` saves none: a temporary one without weights is written then, which lasts as long as the process.
     """
-    prefix = "zero_pp_rank_0_" if zero_stage == 3 else ""
-    if (path := Path(checkpoint_dir, f"{prefix}mp_rank_00_model_states.pt")).exists():
+    if (path := Path(checkpoint_dir, saved_files.model_file(zero_stage))).exists():
         return str(path)
     folder, manifest = _find(checkpoint_dir, None, check=False)
     with CheckpointReader(folder, manifest) as source:
@@ -179,16 +175,12 @@ def get_model_state_file(checkpoint_dir: Folder, zero_stage: int = 0) -> str:
 
 def get_optim_files(checkpoint_dir: Folder) -> list[str]:
     """List the files with a checkpoint's stage and number of ranks, by rank; one is written where none is saved."""
-
-    def by_number(path: str) -> list[Any]:
-        return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)]
-
-    if paths := sorted(map(str, Path(checkpoint_dir).glob("*_optim_states.pt")), key=by_number):
-        return paths
+    if paths := [*Path(checkpoint_dir).glob("*_optim_states.pt")]:
+        return [str(path) for path in sorted(paths, key=lambda path: [*map(int, re.findall(r"\d+", path.name))])]
     folder, manifest = _find(checkpoint_dir, None, check=False)
     stage = int(manifest.config.get("zero_optimization", {}).get("stage", 0))
     states = saved_files.optimizer_states(stage, manifest.world_size, manifest.config)
-    return [_write_temporary(folder, "zero_pp_rank_0_mp_rank_00_optim_states.pt", states)]
+    return [_write_temporary(folder, saved_files.optimizer_file(0), states)]
 
 
 def _write_temporary(folder: Path, name: str, value: dict[str, Any]) -> str:
@@ -210,14 +202,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--safe_serialization", action="store_true", help="write safetensors")
     parser.add_argument("-t", "--tag", help="checkpoint, like global_step1 (default: the latest)")
     parser.add_argument("--exclude_frozen_parameters", action="store_true", help="leave frozen parameters out")
-    parser.add_argument("-d", "--debug", action="store_true", help="show where an error comes from")
-    arguments = vars(parser.parse_args(argv))
-    debug = arguments.pop("debug")
     try:
-        convert_zero_checkpoint_to_fp32_state_dict(**arguments)
+        convert_zero_checkpoint_to_fp32_state_dict(**vars(parser.parse_args(argv)))
     except (WherryError, OSError) as error:
-        if debug:
-            raise
         print(f"zero_to_fp32: {error}", file=sys.stderr)
         return 2
     return 0

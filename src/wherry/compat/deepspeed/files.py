@@ -35,8 +35,7 @@ _MOST_NAMES_OF_A_BYTE = 8
 class _Inert:
     """A class that takes what a pickle gives it, and does nothing."""
 
-    def __init__(self, *arguments: Any) -> None:
-        self.arguments = arguments
+    def __init__(self, *_: Any) -> None: ...
 
     def __setstate__(self, state: Any) -> None:
         self.state = state
@@ -190,8 +189,10 @@ class ModelFile(_Form):
     ds_version: Annotated[str | None, Field(max_length=100)] = None
 
 
-class _Kept(_Form):
-    """The states of one tensor: a count of updates, numbers, and tensors."""
+class WholeStates(_Form):
+    """The states of one parameter, in its shape: a count of updates, numbers, and tensors."""
+
+    __pydantic_extra__: dict[StateName, Annotated[Any, AfterValidator(_whole_state)]] = Field(init=False)
 
     step: Annotated[Count, BeforeValidator(_number)] = 0
 
@@ -200,16 +201,10 @@ class _Kept(_Form):
         return {name: value for name, value in kept.items() if isinstance(value, torch.Tensor) and value.dim()}
 
 
-class States(_Kept):
+class States(WholeStates):
     """The states of one flat."""
 
     __pydantic_extra__: dict[StateName, Annotated[Any, AfterValidator(_state)]] = Field(init=False)
-
-
-class WholeStates(_Kept):
-    """The states of one parameter, in its shape."""
-
-    __pydantic_extra__: dict[StateName, Annotated[Any, AfterValidator(_whole_state)]] = Field(init=False)
 
 
 class BaseState(BaseModel):
@@ -229,7 +224,7 @@ class OptimizerStates(_Form):
     loss_scaler: Any = None
 
 
-class _OptimizerFile(_Form):
+class OptimizerFile(_Form):
     optimizer_state_dict: OptimizerStates
 
 
@@ -269,16 +264,15 @@ def read_model(path: Path) -> ModelFile:
     return model
 
 
-def read_optimizer(path: Path) -> OptimizerStates:
-    return read_valid(_OptimizerFile, path).optimizer_state_dict
-
-
-def whole_optimizer(model: ModelFile, path: Path) -> WholeOptimizer | WholeState | None:
-    """Validate the optimizer of stage 0; None without one of a known form."""
+def whole_optimizer(
+    model: ModelFile, path: Path
+) -> tuple[BaseState | WholeState, list[torch.Tensor] | None, dict[str, Any]] | None:
+    """Validate the optimizer of stage 0: its state, the flats of its groups in 16 bits, and its attributes."""
     saved = model.optimizer or {}
     if "fp32_groups_flat" in saved:
-        return _validate(WholeOptimizer, saved, path)
-    return _validate(WholeState, saved, path) if "state" in saved else None
+        in_16_bits = _validate(WholeOptimizer, saved, path)
+        return in_16_bits.optimizer_state_dict, in_16_bits.fp32_groups_flat, in_16_bits.model_extra or {}
+    return (_validate(WholeState, saved, path), None, {}) if "state" in saved else None
 
 
 def read_universal_state(path: Path) -> torch.Tensor:

@@ -13,7 +13,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,7 +22,7 @@ from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.format import NAME, WEIGHT, Entry, Manifest, Piece, RankFiles, encode
 from wherry.checkpoint.reshard import Run
 from wherry.compat.deepspeed import files
-from wherry.compat.deepspeed.files import ModelFile, WholeOptimizer, WholeState
+from wherry.compat.deepspeed.files import BaseState, ModelFile, WholeState, WholeStates
 from wherry.errors import one_line
 from wherry.observe.log import say
 from wherry.observe.progress import Progress
@@ -67,10 +67,8 @@ def pointed_to(path: Path) -> str | None:
         return None
     try:
         return folders.check_tag(read_regular(path, _LONGEST_TAG).decode("utf-8").strip())
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
-    except ValueError as error:  # no UTF-8, or no tag
-        raise CheckpointError(f"{path}: {error}") from None
+    except (OSError, ValueError) as error:  # a ValueError: no UTF-8, or no tag
+        raise CheckpointError(f"{path} cannot be read: {getattr(error, 'strerror', None) or error}") from None
 
 
 def _find(source: Path, tag: str | None) -> Path:
@@ -185,7 +183,9 @@ class _Import:
         manifest.versions["deepspeed"] = str(self.model.ds_version)
         self.files = RankFiles(partial.path, 0, 1 << 20, manifest)
         try:
-            manifest.engine = self._engine_values(self._write_tensors())
+            optimizer = {} if self.trained is None else {"optimizer": self._write_trained(self.trained)}
+            self._write_others()
+            manifest.engine = self._engine_values() | optimizer
             self.files.finish()
             return partial.commit(manifest, latest=True)
         except BaseException:
@@ -193,55 +193,15 @@ class _Import:
             partial.drop()
             raise
 
-    def _write_tensors(self) -> dict[str, Any] | None:
-        """Write every tensor; returns the record of the optimizer, None without one."""
-        optimizer = self._write_trained(self.trained) if self.trained is not None else None
-        for name, shape in self.frozen.items():
-            self._write(name, "frozen", self._join_frozen(name, shape))
-        written = {*self.entries, *(other for others in self.aliases.values() for other in others)}
-        kinds: dict[str, str] = defaultdict(lambda: "parameter" if self.trained is None else "frozen")
-        kinds.update(dict.fromkeys(self.model.buffer_names, "buffer"))
-        for name, tensor in self.model.module.items():
-            kind = kinds[name]
-            # Stage 3 lists other names of trained weights too, as tensors without elements.
-            if name not in written and (kind != "frozen" or tensor.numel()):
-                self._write(name, kind, tensor)
-        return optimizer
-
-    def _join_frozen(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """Join the ranks' parts of a frozen weight, of which the last is padded."""
-        fragments = (model.frozen_param_fragments.get(name) for model in self.models)
-        parts = [fragment.reshape(-1) for fragment in fragments if fragment is not None]
-        held, numel = sum(part.numel() for part in parts), math.prod(shape)
-        if not parts or held < numel or len({part.dtype for part in parts}) > 1:
-            raise CheckpointError(f"{self.folder}: {name}: of one dtype {held:,} of {numel:,} elements are there")
-        return torch.cat(parts)[:numel].view(shape)
-
-    def _write(self, name: str, kind: str, weight: torch.Tensor) -> None:
-        self._write_states(name, kind, tuple(weight.shape), weight.dtype, [(WEIGHT, weight)], reduced=False)
-
-    def _write_states(
-        self, name: str, kind: str, shape: tuple[int, ...], dtype: torch.dtype, states: NamedStates, *, reduced: bool
-    ) -> None:
-        """Write the states of one tensor; `reduced` allows moments with the parameter's dims summed over."""
-        self.entries[name] = Entry(shape, str(dtype).removeprefix("torch."), kind, tuple(self.aliases[name]))
-        for state, values in states:
-            own = tuple(values.shape) if values.numel() != math.prod(shape) else None
-            if own is not None and not (reduced and state != WEIGHT and _is_reduced(own, shape)):
-                held = f"{values.numel()} of {math.prod(shape)} elements"
-                raise CheckpointError(f"{self.folder}: {name}: of {state} {held} are there")
-            flat = values.detach().contiguous().view(-1)
-            self.files.put_piece(Piece(name, state, Run.of(shape), flat, own=own))
-
     def _write_trained(self, trained: _Trained) -> dict[str, Any]:
-        """Write masters and moments with one state of one parameter in memory; the ranks' files are mapped."""
+        """Write masters and moments, one state in memory at a time; returns the record of the optimizer."""
         module = self.model.module
         with Progress(f"importing {self.folder}", len(trained.shapes), unit="parameters") as progress:
             for name, shape in trained.shapes.items():
                 dtype = module[name].dtype if name in module else torch.float32
                 if not dtype.is_floating_point:
                     raise CheckpointError(f"{self.folder}: {name} is trained, and its weight is of {dtype}")
-                self._write_states(name, "parameter", shape, dtype, trained.states(name), reduced=trained.reduced)
+                self._write(name, "parameter", shape, dtype, trained.states(name))
                 progress.advance()
         steps = max(trained.steps.values(), default=0)
         groups = []
@@ -259,7 +219,38 @@ class _Import:
     def _refuse_tensor(self, _: torch.Tensor) -> str:
         raise CheckpointError(f"{self.folder}: param_groups: a tensor is not expected among the optimizer's options")
 
-    def _engine_values(self, optimizer: dict[str, Any] | None) -> dict[str, Any]:
+    def _write_others(self) -> None:
+        """Write frozen weights, of which ranks have parts, and the rest of the model's file."""
+        for name, shape in self.frozen.items():
+            fragments = (model.frozen_param_fragments.get(name) for model in self.models)
+            parts = [fragment.reshape(-1) for fragment in fragments if fragment is not None]
+            held, numel = sum(part.numel() for part in parts), math.prod(shape)
+            if not parts or held < numel or len({part.dtype for part in parts}) > 1:
+                raise CheckpointError(f"{self.folder}: {name}: of one dtype {held:,} of {numel:,} elements are there")
+            # The last part is padded.
+            self._write(name, "frozen", shape, parts[0].dtype, [(WEIGHT, torch.cat(parts)[:numel])])
+        written = {*self.entries, *(other for others in self.aliases.values() for other in others)}
+        rest, buffers = "parameter" if self.trained is None else "frozen", {*self.model.buffer_names}
+        for name, tensor in self.model.module.items():
+            kind = "buffer" if name in buffers else rest
+            # Stage 3 lists other names of trained weights too, as tensors without elements.
+            if name not in written and (kind != "frozen" or tensor.numel()):
+                self._write(name, kind, tuple(tensor.shape), tensor.dtype, [(WEIGHT, tensor)])
+
+    def _write(self, name: str, kind: str, shape: tuple[int, ...], dtype: torch.dtype, states: NamedStates) -> None:
+        """Write the states of one tensor."""
+        self.entries[name] = Entry(shape, str(dtype).removeprefix("torch."), kind, tuple(self.aliases[name]))
+        numel = math.prod(shape)
+        for state, values in states:
+            own = tuple(values.shape) if values.numel() != numel else None
+            may_be_reduced = state != WEIGHT and self.trained is not None and self.trained.reduced
+            if own is not None and not (may_be_reduced and _is_reduced(own, shape)):
+                held = f"{values.numel()} of {numel} elements"
+                raise CheckpointError(f"{self.folder}: {name}: of {state} {held} are there")
+            flat = values.detach().contiguous().view(-1)
+            self.files.put_piece(Piece(name, state, Run.of(shape), flat, own=own))
+
+    def _engine_values(self) -> dict[str, Any]:
         """Collect the engine's values beside tensors: its counts, the schedule's state and the client state."""
 
         def put(tensor: torch.Tensor) -> str:
@@ -289,20 +280,21 @@ class _Import:
                 # DeepSpeed's schedules save their step only; torch's derive their counts from it.
                 schedule = {"last_batch_iteration": last, "last_epoch": last, "_step_count": last + 1}
             values["lr_scheduler"] = encode(schedule, "lr_scheduler", put)
-        return values if optimizer is None else {**values, "optimizer": optimizer}
+        return values
 
 
 def _by_group(groups: Sequence[dict[str, Any]], parts: Sequence[Iterable[str]]) -> Groups:
     """Pair the options of groups with their names; `params` of a group number its parts, which else are the groups."""
-    numbers = [own if isinstance(own := group.get("params"), list) else [] for group in groups]
-    listed = sorted(str(number) for own in numbers for number in own)
+    listed = sorted(str(number) for group in groups for number in _numbers(group))
     if listed != sorted(map(str, range(len(parts)))):
         return [(group, list(part)) for group, part in zip(groups, parts, strict=False)]
-    return [
-        (group, [name for number in own for name in parts[int(number)]])
-        for group, own in zip(groups, numbers, strict=True)
-        if group.get("params") is not None
-    ]
+    numbered = [group for group in groups if group.get("params") is not None]
+    return [(group, [name for number in _numbers(group) for name in parts[int(number)]]) for group in numbered]
+
+
+def _numbers(group: dict[str, Any]) -> list[Any]:
+    numbers = group.get("params")
+    return numbers if isinstance(numbers, list) else []
 
 
 def _loss_scale(scaler: Any, path: Path) -> dict[str, Any]:
@@ -326,8 +318,7 @@ def _loss_scale(scaler: Any, path: Path) -> dict[str, Any]:
 # Stages 1, 2 and 3.
 
 
-@dataclass
-class _RankStates:
+class _Rank(NamedTuple):
     """One rank's partitions: the weights and moments of each of its flats, in one dim."""
 
     flats: list[dict[str, torch.Tensor]]
@@ -336,34 +327,31 @@ class _RankStates:
     loss_scale: dict[str, Any]
     is_stage_3: bool
 
-    @classmethod
-    def of(cls, path: Path) -> _RankStates:
-        saved = files.read_optimizer(path)
-        is_stage_3 = saved.fp32_flat_groups is not None
-        weights = saved.fp32_flat_groups if is_stage_3 else saved.single_partition_of_fp32_groups
-        base = saved.optimizer_state_dict if is_stage_3 else saved.base_optimizer_state
-        if weights is None or base is None:
-            raise CheckpointError(f"{path} holds no fp32 weights with their states; ZeRO stages 1, 2 and 3 are read")
-        # With zero_optimization.elastic_checkpoint states are saved without options.
-        options = [] if isinstance(base, list) else base.param_groups
-        states = base if isinstance(base, list) else [base.state.get(i, files.States()) for i in range(len(weights))]
-        if len(states) != len(weights):
-            raise CheckpointError(f"{path} has {len(weights)} flat weights, and states of {len(states)}")
-        flats = [{**state.tensors(), WEIGHT: weight} for weight, state in zip(weights, states, strict=True)]
-        steps = [state.step for state in states]
-        return cls(flats, options, steps, _loss_scale(saved.loss_scaler, path), is_stage_3)
+    def all_of(self, state: str, index: int) -> list[torch.Tensor]:
+        """List the parts of the group `index`; at stage 3 of all groups."""
+        flats = self.flats if self.is_stage_3 else self.flats[index : index + 1]
+        return [flat[state] for flat in flats if state in flat]
 
-    @property
-    def names(self) -> list[str]:
-        return sorted({state for flat in self.flats for state in flat})
 
-    def all_of(self, state: str) -> list[torch.Tensor]:
-        return [flat[state] for flat in self.flats if state in flat]
+def _read_rank(path: Path) -> _Rank:
+    saved = files.read_valid(files.OptimizerFile, path).optimizer_state_dict
+    is_stage_3 = saved.fp32_flat_groups is not None
+    weights = saved.fp32_flat_groups if is_stage_3 else saved.single_partition_of_fp32_groups
+    base = saved.optimizer_state_dict if is_stage_3 else saved.base_optimizer_state
+    if weights is None or base is None:
+        raise CheckpointError(f"{path} holds no fp32 weights with their states; ZeRO stages 1, 2 and 3 are read")
+    # With zero_optimization.elastic_checkpoint states are saved without options.
+    options: list[Any] = [] if isinstance(base, list) else base.param_groups
+    states = base if isinstance(base, list) else [base.state.get(i, files.States()) for i in range(len(weights))]
+    if len(states) != len(weights):
+        raise CheckpointError(f"{path} has {len(weights)} flat weights, and states of {len(states)}")
+    flats = [{**state.tensors(), WEIGHT: weight} for weight, state in zip(weights, states, strict=True)]
+    return _Rank(flats, options, [state.step for state in states], _loss_scale(saved.loss_scaler, path), is_stage_3)
 
 
 def _of_partitions(paths: list[Path], parts: list[Shapes]) -> _Trained:
     """Join the partitions of all ranks."""
-    ranks = [_RankStates.of(path) for path in paths]
+    ranks = [_read_rank(path) for path in paths]
     _check_partitions(ranks, paths, parts)
     is_stage_3 = ranks[0].is_stage_3
     shapes = {name: shape for part in parts for name, shape in part.items()}
@@ -384,29 +372,29 @@ def _of_partitions(paths: list[Path], parts: list[Shapes]) -> _Trained:
         (index, at), numel = starts[name], math.prod(shapes[name])
         share = -(-numel // len(ranks))
         for state in ranks[0].flats[0 if is_stage_3 else index]:
+            held = [rank.all_of(state, index) for rank in ranks]
             if is_stage_3:
-                own = [_cut(rank.all_of(state), at, at + share) for rank in ranks]
-                yield state, torch.cat(own)[:numel]
+                yield state, torch.cat([_cut(own, at, at + share) for own in held])[:numel]
             else:
-                partitions = [rank.flats[index][state] for rank in ranks if state in rank.flats[index]]
-                yield state, _cut(partitions, at, at + numel)
+                yield state, _cut([flat for own in held for flat in own], at, at + numel)
 
-    options = next((rank.options for rank in reversed(ranks) if rank.options), [])
+    options: list[Any] = next((rank.options for rank in reversed(ranks) if rank.options), [])
     return _Trained(shapes, steps, _by_group(options, parts), ranks[-1].loss_scale, states, reduced=False)
 
 
-def _check_partitions(ranks: list[_RankStates], paths: list[Path], parts: list[Shapes]) -> None:
+def _check_partitions(ranks: list[_Rank], paths: list[Path], parts: list[Shapes]) -> None:
     """Check that the states of all ranks fit each other and the groups of parameters."""
     first, count = ranks[0], len(parts)
+    names, *others = [sorted({state for flat in rank.flats for state in flat}) for rank in ranks]
     wanted = sum(-(-math.prod(shape) // len(ranks)) for part in parts for shape in part.values())
-    for path, rank in zip(paths, ranks, strict=True):
+    for path, rank, own in zip(paths, ranks, [names, *others], strict=True):
         if rank.is_stage_3 != first.is_stage_3:
             raise CheckpointError(f"{path} is of another ZeRO stage than {paths[0]}")
         if not rank.flats or (not rank.is_stage_3 and len(rank.flats) != count):
             raise CheckpointError(f"{path} has weights of {len(rank.flats)} groups, and the model has {count}")
-        if rank.names != first.names:
-            raise CheckpointError(f"{path} has states {rank.names}; expected {first.names}, which {paths[0]} has")
-        held = sum(flat.numel() for flat in rank.all_of(WEIGHT))
+        if own != names:
+            raise CheckpointError(f"{path} has states {own}; expected {names}, which {paths[0]} has")
+        held = sum(flat[WEIGHT].numel() for flat in rank.flats)
         if rank.is_stage_3 and held != wanted:
             raise CheckpointError(f"{path} has {held:,} weights, and of {len(paths)} ranks each has {wanted:,}")
 
@@ -421,79 +409,60 @@ def _of_stage_0(model: ModelFile, path: Path, groups: Names | None) -> _Trained 
         if model.optimizer:
             say("%s: its optimizer is of a form that is not read: the weights alone are taken over", path)
         return None
-    options = saved.optimizer_state_dict.param_groups if isinstance(saved, WholeOptimizer) else saved.param_groups
-    groups = _guess_groups(model, saved) if groups is None else groups
+    inner, flats, attributes = saved
+    options = inner.param_groups
+    groups = _guess_groups(model, inner, flats) if groups is None else groups
     if groups is None or len(groups) != len(options):
         say(
             "%s: it does not say which parameters its optimizer has in which of %d groups, so the weights alone are "
             "taken over; engine.load_checkpoint of an engine with these groups loads it whole", path, len(options),
         )  # fmt: skip
         return None
-    for name in (name for names in groups for name in names):
-        if name not in model.module:
-            raise CheckpointError(f"{path}: it has no {name}, which the engine trains")
-    is_flat = isinstance(saved, WholeOptimizer)
-    held, steps = (_read_flats if is_flat else _read_states)(saved, model, path, groups)  # type: ignore[arg-type]
-    shapes = {name: tuple(model.module[name].shape) for name in held}
+    shapes = {name: tuple(model.module[name].shape) for names in groups for name in names if name in model.module}
+    if missing := next((name for names in groups for name in names if name not in shapes), None):
+        raise CheckpointError(f"{path}: it has no {missing}, which the engine trains")
+    if flats is not None and len(flats) != len(groups):
+        raise CheckpointError(f"{path} has weights of {len(flats)} groups, the engine {len(groups)}")
+    held: dict[str, dict[str, torch.Tensor]] = {}
+    steps: dict[str, int] = {}
+    for index, (own, names) in enumerate(zip(options, groups, strict=True)):
+        of_group = f"{path}: group {index} of its optimizer has"
+        if flats is not None:
+            states, at = inner.state.get(index, files.States()), 0
+            for name in names:
+                stop = at + math.prod(shapes[name])
+                whole = {**states.tensors(), WEIGHT: flats[index]}
+                held[name] = {state: values[at:stop] for state, values in whole.items()}
+                steps[name], at = states.step, stop
+            if at != flats[index].numel():
+                raise CheckpointError(f"{of_group} {flats[index].numel():,} elements, the engine's {at:,}")
+            continue
+        numbers = [number for number in _numbers(own) if isinstance(number, int)]
+        if len(numbers) != len(names):
+            raise CheckpointError(f"{of_group} {len(numbers)} parameters, the engine's {len(names)}")
+        each = [inner.state.get(number, WholeStates()) for number in numbers]
+        # An optimizer that counts for the whole group leaves the count with one of its parameters.
+        shared = max((states.step for states in each), default=0) if "step" in own else None
+        for name, number, states in zip(names, numbers, each, strict=True):
+            held[name] = {**states.tensors(), WEIGHT: model.module[name]}
+            steps[name] = states.step if shared is None or number not in inner.state else shared
     named = [(own, list(names)) for own, names in zip(options, groups, strict=True)]
-    scale = _loss_scale(saved.model_extra, path) if is_flat else _SCALE_1
-    return _Trained(shapes, steps, named, scale, lambda name: held[name].items(), reduced=not is_flat)
+    return _Trained(
+        shapes, steps, named, _loss_scale(attributes, path), lambda name: held[name].items(), reduced=flats is None
+    )
 
 
-def _guess_groups(model: ModelFile, saved: WholeOptimizer | WholeState) -> Names | None:
+def _guess_groups(model: ModelFile, inner: BaseState | WholeState, flats: list[torch.Tensor] | None) -> Names | None:
     """Put all weights, in the model's order, into one group; None if the optimizer has other shapes."""
     others = {*model.buffer_names, *_ties(model.module)}
-    names = [name for name, tensor in model.module.items() if name not in others and tensor.is_floating_point()]
-    if isinstance(saved, WholeOptimizer):
-        numel = sum(model.module[name].numel() for name in names)
-        return [names] if [flat.numel() for flat in saved.fp32_groups_flat] == [numel] else None
-    shapes = [tuple(model.module[name].shape) for name in names]
-    tensors = [[*states.tensors().values()] for _, states in sorted(saved.state.items())]
-    has_shapes = [tuple(own[0].shape) if own else None for own in tensors] == shapes
-    return [names] if len(saved.param_groups) == 1 and has_shapes else None
-
-
-_Read = tuple[dict[str, dict[str, torch.Tensor]], dict[str, int]]
-
-
-def _read_states(saved: WholeState, model: ModelFile, path: Path, groups: Names) -> _Read:
-    """Read the states of each parameter, and its count of updates."""
-    held: dict[str, dict[str, torch.Tensor]] = {}
-    steps: dict[str, int] = {}
-    for options, names in zip(saved.param_groups, groups, strict=True):
-        listed = options.get("params")
-        numbers = [number for number in listed if isinstance(number, int)] if isinstance(listed, list) else []
-        if len(numbers) != len(names):
-            raise CheckpointError(
-                f"{path}: a group of its optimizer has {len(numbers)} parameters, the engine's {len(names)}"
-            )
-        own = [saved.state.get(number) for number in numbers]
-        # An optimizer that counts for the whole group leaves the count with one of its parameters.
-        shared = max((states.step for states in own if states), default=0) if "step" in options else None
-        for name, states in zip(names, own, strict=True):
-            held[name] = {**(states.tensors() if states else {}), WEIGHT: model.module[name]}
-            steps[name] = 0 if states is None else states.step if shared is None else shared
-    return held, steps
-
-
-def _read_flats(saved: WholeOptimizer, model: ModelFile, path: Path, groups: Names) -> _Read:
-    """Cut the flats of each group, in which masters and moments lie end to end, into parameters."""
-    held: dict[str, dict[str, torch.Tensor]] = {}
-    steps: dict[str, int] = {}
-    if len(saved.fp32_groups_flat) != len(groups):
-        raise CheckpointError(f"{path} has weights of {len(saved.fp32_groups_flat)} groups, the engine {len(groups)}")
-    for index, (flat, names) in enumerate(zip(saved.fp32_groups_flat, groups, strict=True)):
-        states = saved.optimizer_state_dict.state.get(index, files.States())
-        flats, at = {**states.tensors(), WEIGHT: flat}, 0
-        for name in names:
-            stop = at + model.module[name].numel()
-            held[name] = {state: values[at:stop] for state, values in flats.items()}
-            steps[name], at = states.step, stop
-        if at != flat.numel():
-            raise CheckpointError(
-                f"{path}: group {index} of its optimizer has {flat.numel():,} elements, the engine's {at:,}"
-            )
-    return held, steps
+    weights = {n: weight for n, weight in model.module.items() if n not in others and weight.is_floating_point()}
+    if flats is not None:
+        fits = [flat.numel() for flat in flats] == [sum(weight.numel() for weight in weights.values())]
+    else:
+        tensors = [[*states.tensors().values()] for _, states in sorted(inner.state.items())]
+        shapes = [own[0].shape if own else None for own in tensors]
+        fits = len(inner.param_groups) == 1 and shapes == [weight.shape for weight in weights.values()]
+    return [[*weights]] if fits else None
 
 
 # Universal checkpoints.

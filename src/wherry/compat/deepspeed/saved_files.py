@@ -23,6 +23,14 @@ if TYPE_CHECKING:
 TAKEN = ("module", "global_steps", "skipped_steps", "dp_world_size", "mp_world_size")
 
 
+def model_file(stage: int) -> str:
+    return f"{'zero_pp_rank_0_' if stage == 3 else ''}mp_rank_00_model_states.pt"
+
+
+def optimizer_file(rank: int) -> str:
+    return f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
+
+
 def write_model_file(engine: Engine, folder: Path, module: dict[str, Any]) -> None:
     """Write the working weights under `module`, and the counts."""
     copies: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -39,8 +47,7 @@ def write_model_file(engine: Engine, folder: Path, module: dict[str, Any]) -> No
     with CheckpointReader(folder) as reader:
         states = model_states(reader.manifest, reader)
     states["module"] = {name: copied(value) for name, value in module.items()}
-    prefix = "zero_pp_rank_0_" if engine.zero_optimization_stage() == 3 else ""
-    exporting.write_torch(states, folder / f"{prefix}mp_rank_00_model_states.pt")
+    exporting.write_torch(states, folder / model_file(engine.zero_optimization_stage()))
 
 
 def without_weights(engine: Engine, exclude_frozen_parameters: bool) -> dict[str, Any]:
@@ -56,7 +63,7 @@ def write_optimizer_file(engine: Engine, folder: Path, rank: int) -> None:
     """Write a rank's facts of the optimizer; its states are in the checkpoint's own files only."""
     prefix = "bf16_" if engine.working_dtype is torch.bfloat16 else ""
     states = optimizer_states(engine.zero_optimization_stage(), engine.dp_world_size, engine.config)
-    exporting.write_torch(states, folder / f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt")
+    exporting.write_torch(states, folder / f"{prefix}{optimizer_file(rank)}")
 
 
 def model_states(manifest: Manifest, reader: CheckpointReader) -> dict[str, Any]:
