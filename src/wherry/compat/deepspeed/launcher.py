@@ -6,21 +6,19 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from wherry.errors import WherryError
 from wherry.parallel.hostfile import read_hostfile, select
 
 ENVIRONMENT_FILE = ".deepspeed_env"
 
-# Flags with a value that `wherry run` has under the same name.
-_SAME = ("hostfile", "include", "exclude", "num_nodes", "num_gpus", "master_port", "master_addr", "node_rank",
-         "ssh_port")  # fmt: skip
-_REFUSED = {
-    "autotuning": "use `wherry plan` to choose a config",
-    "elastic_training": "give --nnodes MIN:MAX to `wherry run`",
-    "venv_script": "start `wherry run` from the environment itself",
-}
-_NO_EFFECT = ("launcher_args", "bind_core_list", "save_pid")
+# Flags with a value, by its type; `wherry run` has most under the same name.
+_SAME = {"hostfile": str, "include": str, "exclude": str, "num_nodes": int, "num_gpus": int, "master_port": int,
+         "master_addr": str, "node_rank": int, "ssh_port": int}  # fmt: skip
+_ABSENT: dict[type, Any] = {str: "", int: -1}
+_ALSO = {"hostfile": ["-H"], "include": ["-i"], "exclude": ["-e"], "num_gpus": ["--num_accelerators"]}
+_SWITCHES = {"module": ["--module"], "no_python": ["--no-python"], "bind_cores_to_rank": ["--numa-binding", "node"]}
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -29,20 +27,12 @@ def build_parser() -> argparse.ArgumentParser:
         description="Start a script on Wherry, with the flags of DeepSpeed's launcher.",
         allow_abbrev=False,  # Flags of the script would else be read as this command's own, cut short.
     )
-    parser.add_argument("-H", "--hostfile", default="")
-    parser.add_argument("-i", "--include", default="")
-    parser.add_argument("-e", "--exclude", default="")
-    parser.add_argument("--num_gpus", "--num_accelerators", type=int, default=-1)
+    for name, kind in _SAME.items():
+        parser.add_argument(f"--{name}", *_ALSO.get(name, ()), type=kind, default=_ABSENT[kind])
     parser.add_argument("--launcher", default="pdsh")
-    parser.add_argument("--log_level", default="info")
-    parser.add_argument("--autotuning", default="", choices=["", "tune", "run"])
-    parser.add_argument("-q", "--quiet", action="store_true")
-    for name in ("num_nodes", "master_port", "node_rank", "ssh_port", "min_elastic_nodes", "max_elastic_nodes"):
-        parser.add_argument(f"--{name}", type=int, default=-1)
-    for name in ("master_addr", "launcher_args", "bind_core_list", "venv_script", "enable_each_rank_log"):
-        parser.add_argument(f"--{name}", default="")
-    for name in ("module", "no_python", "no_local_rank", "no_ssh", "no_ssh_check", "force_multi", "save_pid",
-                 "elastic_training", "bind_cores_to_rank"):  # fmt: skip
+    parser.add_argument("--autotuning", choices=["tune", "run"])
+    parser.add_argument("--bind_core_list")
+    for name in (*_SWITCHES, "no_local_rank", "no_ssh", "force_multi"):
         parser.add_argument(f"--{name}", action="store_true")
     parser.add_argument("user_script")
     parser.add_argument("user_args", nargs=argparse.REMAINDER)
@@ -53,32 +43,22 @@ def to_run(arguments: argparse.Namespace) -> list[str]:
     """Translate the flags to the arguments of `wherry run`."""
     if max(arguments.num_nodes, arguments.num_gpus) >= 0 and (arguments.include or arguments.exclude):
         raise WherryError("--num_nodes and --num_gpus cannot be given with --include or --exclude; leave one pair out")
-    for name, instead in _REFUSED.items():
-        if getattr(arguments, name):
-            raise WherryError(f"--{name} is not part of Wherry; {instead}")
+    if arguments.autotuning:
+        raise WherryError("--autotuning is not part of Wherry; use `wherry plan` to choose a config")
     if arguments.launcher not in ("pdsh", "ssh"):
         instead = "wherry run --emit slurm" if arguments.launcher == "slurm" else "wherry run --hostfile FILE"
         raise WherryError(f"--launcher {arguments.launcher} is not part of Wherry; use `{instead}`")
-    for name in _NO_EFFECT:
-        if getattr(arguments, name):
-            print(f"deepspeed: --{name} has no effect here", file=sys.stderr)
+    if arguments.bind_core_list:
+        print("deepspeed: --bind_core_list has no effect here", file=sys.stderr)
     if arguments.no_ssh and arguments.hostfile:
         _become_one_of_the_hosts(arguments)
     flags = ["--as-deepspeed"]
-    for name in _SAME:
-        value = getattr(arguments, name)
-        if value not in ("", -1):
+    for name, kind in _SAME.items():
+        if (value := getattr(arguments, name)) != _ABSENT[kind]:
             flags += [f"--{name}", str(value)]
-    if arguments.module:
-        flags.append("--module")
-    if arguments.no_python:
-        flags.append("--no-python")
-    if not arguments.no_local_rank:
-        flags.append("--local_rank_arg")
-    if arguments.bind_cores_to_rank:
-        flags += ["--numa-binding", "node"]
-    if arguments.enable_each_rank_log:
-        flags += ["--log-dir", arguments.enable_each_rank_log, "--redirects", "3"]
+    for name, words in _SWITCHES.items():
+        flags += words if getattr(arguments, name) else []
+    flags += [] if arguments.no_local_rank else ["--local_rank_arg"]
     return [*flags, arguments.user_script, *arguments.user_args]
 
 
@@ -100,21 +80,16 @@ def _become_one_of_the_hosts(arguments: argparse.Namespace) -> None:
     arguments.hostfile = ""
 
 
-def main(args: Sequence[str] | None = None) -> int:
+def main(args: Sequence[str] | None = None) -> NoReturn:
     """Replace this process by its `wherry run`."""
-    words = to_run(build_parser().parse_args(args))
+    try:
+        words = to_run(build_parser().parse_args(args))
+    except WherryError as error:
+        print(f"deepspeed: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
     sys.stderr.flush()
     os.execv(sys.executable, [sys.executable, "-m", "wherry", "run", *words])
 
 
-def command() -> int:
-    """Run the `deepspeed` command."""
-    try:
-        return main()
-    except WherryError as error:
-        print(f"deepspeed: {error}", file=sys.stderr)
-        return 2
-
-
 if __name__ == "__main__":
-    raise SystemExit(command())
+    main()
