@@ -21,8 +21,8 @@ from wherry.tiers.streams import can_pin
 
 # Keys of the block `activation_checkpointing` of a config.
 _KEYS = (
-    "partition_activations", "contiguous_memory_optimization", "cpu_checkpointing", "synchronize_checkpoint_boundary",
-    "profile", "number_checkpoints",
+    "partition_activations", "contiguous_memory_optimization", "cpu_checkpointing", "number_checkpoints",
+    "synchronize_checkpoint_boundary", "profile",
 )  # fmt: skip
 # The settings of the last `configure`; None before.
 _settings: dict[str, Any] | None = None
@@ -52,11 +52,11 @@ def configure(
     config = configs.load(deepspeed_config)
     block, written = config.activation_checkpointing, config.given.get("activation_checkpointing") or {}
     settings = {key: value for key in _KEYS if (value := getattr(block, key, written.get(key)))}
-    arguments = (partition_activations, contiguous_checkpointing, checkpoint_in_cpu, synchronize, profile,
-                 num_checkpoints)  # fmt: skip
+    arguments = (partition_activations, contiguous_checkpointing, checkpoint_in_cpu, num_checkpoints, synchronize,
+                 profile)  # fmt: skip
     settings |= {key: value for key, value in zip(_KEYS, arguments, strict=True) if value is not None}
-    on_device = settings.get("contiguous_memory_optimization") and not settings.get("cpu_checkpointing")
-    if on_device and not settings.get("number_checkpoints"):
+    _, contiguous, on_host, number, *_ = map(settings.get, _KEYS)
+    if contiguous and not on_host and not number:
         raise NoNumberOfLayers(
             "checkpointing.configure: contiguous checkpointing needs the number of layers; give num_checkpoints, or "
             "activation_checkpointing.number_checkpoints in the config"
@@ -65,8 +65,7 @@ def configure(
     mpu = mpu_ if mpu_ is not None else mpu
     for engine in live_engines():
         own = engine.config["activation_checkpointing"]
-        late = [key for key, value in settings.items() if own.get(key, value) != value]
-        if late:
+        if late := [key for key, value in settings.items() if own.get(key, value) != value]:
             warn("checkpointing: the engine keeps its own %s; configure before initialize", ", ".join(late))
 
 
@@ -74,10 +73,9 @@ def laid_over(config: Config) -> Config:
     """Replace an engine's settings by those of `configure`."""
     if _settings is None:
         return config
-    block = dict(_settings)
-    if config.activation_checkpointing.policy is None:
-        block["policy"] = "none"  # the script makes its checkpoints itself
-    return configs.load(config, overrides={"activation_checkpointing": block})
+    # By default the script makes its checkpoints itself.
+    policy = {} if config.activation_checkpointing.policy is not None else {"policy": "none"}
+    return configs.load(config, overrides={"activation_checkpointing": _settings | policy})
 
 
 def is_configured() -> bool:
@@ -106,14 +104,13 @@ def _tracked(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap `function` so that its recomputation draws the same numbers from the tracker's named states."""
     if not _tracker.states_:
         return function
-    before: dict[str, torch.Tensor] | None = None
+    before: dict[str, torch.Tensor] = {}
 
     def call(*args: Any, **kwargs: Any) -> Any:
-        nonlocal before
-        if before is None:
-            before = _tracker.get_states()
-            return function(*args, **kwargs)
         now = _tracker.get_states()
+        if not before:
+            before.update(now)
+            return function(*args, **kwargs)
         _tracker.set_states(dict(before))
         try:
             return function(*args, **kwargs)
@@ -155,10 +152,9 @@ class CudaRNGStatesTracker:
         if seed in self.seeds_ or name in self.states_:
             raise ValueError(f"CudaRNGStatesTracker: seed {seed} or name {name!r} is taken already")
         self.seeds_.add(seed)
-        before = get_accelerator().get_rng_state()
-        get_accelerator().manual_seed(seed)
         self.states_[name] = get_accelerator().get_rng_state()
-        get_accelerator().set_rng_state(before)
+        with self.fork(name):
+            get_accelerator().manual_seed(seed)
 
     @contextmanager
     def fork(self, name: str = "model-parallel-rng") -> Iterator[None]:

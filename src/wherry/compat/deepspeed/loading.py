@@ -25,10 +25,6 @@ class NoSuchTag(CheckpointError, AssertionError):
     """The tag has no checkpoint."""
 
 
-class NoUniversal(CheckpointError, ValueError):
-    """No universal checkpoint is named, where the config has one loaded."""
-
-
 def locate(folder: Path, tag: object, *, universal: bool) -> tuple[str, bool] | CheckpointError | None:
     """Find the tag to load, and whether DeepSpeed has written it; None, with a line in the log, without any tag.
 
@@ -46,7 +42,7 @@ def locate(folder: Path, tag: object, *, universal: bool) -> tuple[str, bool] | 
     if tag is not None:
         return tag, is_theirs(folder / tag)
     if universal:
-        return NoUniversal(
+        return CheckpointError(
             f"{folder} holds no {LATEST_UNIVERSAL} that names a checkpoint; give the tag, or leave "
             "checkpoint.load_universal out, as every checkpoint loads on any number of ranks"
         )
@@ -64,7 +60,7 @@ def as_ours(world: Comm, folder: Path, tag: str, groups: Names) -> Iterator[Path
     what = f"loading from {folder}"
     with ExitStack() as made:  # on rank 0
         ours = on_first(world, what, lambda: _convert(folder, tag, groups, made))
-        together(world, what, lambda: _check_seen(folder, ours))
+        together(world, what, lambda: _check_seen(folder / tag, ours))
         with _named_as(folder, ours):
             yield ours
             world.meet("load_checkpoint()")  # rank 0 deletes the folder once all ranks have read it
@@ -72,25 +68,22 @@ def as_ours(world: Comm, folder: Path, tag: str, groups: Names) -> Iterator[Path
 
 def _convert(folder: Path, tag: str, groups: Names, made: ExitStack) -> Path:
     """Convert a checkpoint into a folder that `made` deletes; returns that folder."""
-    disk = folder
+    disk, source = folder, folder / tag
     try:
-        ours = _make_folder(folder, tag, made)
+        ours = _make_folder(source, made)
         disk = ours.parent
         import_checkpoint(folder, ours, tag, groups)
         return ours
     except OSError as error:
         if error.errno not in _FULL:
             raise
-        raise CheckpointError(
-            f"{folder / tag} is DeepSpeed's, which is converted to be loaded; there is no room for it in {disk}, up to "
-            f"{_bytes_of(folder / tag)} ({error.strerror}). Nothing was loaded; make room there, or run "
-            f"`wherry import-deepspeed {folder} OUT` with an OUT on another disk, and load OUT"
-        ) from None
+        why = f"there is no room for it in {disk}, up to {_bytes_of(source)} ({error.strerror}). Nothing was loaded"
+        raise _unconverted(source, why, "make room there", " with an OUT on another disk,") from None
 
 
-def _make_folder(folder: Path, tag: str, made: ExitStack) -> Path:
+def _make_folder(source: Path, made: ExitStack) -> Path:
     try:
-        partial = folders.Partial(folder, f"{tag}.imported")
+        partial = folders.Partial(source.parent, f"{source.name}.imported")
         made.callback(partial.drop)
         return partial.path
     except OSError as error:
@@ -100,22 +93,24 @@ def _make_folder(folder: Path, tag: str, made: ExitStack) -> Path:
     try:
         temporary = Path(made.enter_context(TemporaryDirectory(prefix="wherry-")))
     except OSError as error:
-        raise CheckpointError(
-            f"{folder / tag} is DeepSpeed's, which is converted to be loaded; {why}, nor in a temporary folder "
-            f"({error.strerror}); set TMPDIR to a folder with room for {_bytes_of(folder / tag)}, or run "
-            f"`wherry import-deepspeed {folder} OUT` and load OUT"
-        ) from None
-    say("%s is DeepSpeed's: converted in %s, as %s", folder / tag, temporary.parent, why)
+        why += f", nor in a temporary folder ({error.strerror})"
+        raise _unconverted(source, why, f"set TMPDIR to a folder with room for {_bytes_of(source)}") from None
+    say("%s is DeepSpeed's: converted in %s, as %s", source, temporary.parent, why)
     return temporary
 
 
-def _check_seen(folder: Path, ours: Path) -> None:
+def _check_seen(source: Path, ours: Path) -> None:
     if not ours.is_dir():
-        raise CheckpointError(
-            f"rank 0 converts DeepSpeed's checkpoint in {ours.parent}, which this rank does not see; let all nodes "
-            f"share that folder (TMPDIR names a temporary one), or run `wherry import-deepspeed {folder} OUT` with an "
-            "OUT that they share, and load OUT"
-        )
+        why = f"rank 0 does so in {ours.parent}, which this rank does not see"
+        share = "let all nodes share that folder (TMPDIR names a temporary one)"
+        raise _unconverted(source, why, share, " with an OUT that they share,")
+
+
+def _unconverted(source: Path, why: str, remedy: str, out: str = "") -> CheckpointError:
+    return CheckpointError(
+        f"{source} is DeepSpeed's, which is converted to be loaded; {why}; {remedy}, or run `wherry import-deepspeed "
+        f"{source.parent} OUT`{out} and load OUT"
+    )
 
 
 def _bytes_of(checkpoint: Path) -> str:
