@@ -15,7 +15,7 @@ import pytest
 import torch
 from tests.checkpoint.harness import Shape, assert_same, on, state_of, train
 from tests.compat.harness import engine_of
-from tests.compat.their_files import GROUPS, MODEL, MOMENTS, adamw, write, write_universal
+from tests.compat.their_files import GROUPS, MODEL, MOMENTS, TAG, adamw, counts, start, write, write_universal
 
 import wherry
 from wherry.checkpoint.checks import read_manifest
@@ -23,6 +23,7 @@ from wherry.checkpoint.format import RankFiles
 from wherry.cli import main
 from wherry.compat.deepspeed.engine import DeepSpeedEngine
 from wherry.compat.deepspeed.export import get_fp32_state_dict_from_zero_checkpoint
+from wherry.compat.deepspeed.importing import import_checkpoint
 from wherry.parallel.comm import Comm
 from wherry.testing import run_ranks
 
@@ -59,125 +60,94 @@ def states() -> dict[str, torch.Tensor]:
 def write_stage_0(folder: Path, states: dict[str, torch.Tensor], flat: bool) -> None:
     """Write the one file of stage 0: states of each parameter by number, or (16 bits) end to end of each group."""
     module: dict[str, torch.Tensor] = OrderedDict(
-        (n, states[f"{n}:master"].view(t.shape) if f"{n}:master" in states else t)
-        for n, t in MODEL.state_dict().items()
-    )
+        (n, states[f"{n}:master"].view(t.shape).to(torch.bfloat16 if flat else t.dtype))
+        if f"{n}:master" in states else (n, t) for n, t in MODEL.state_dict().items()
+    )  # fmt: skip
     module["head.weight"] = module["embed.weight"]
+    listed: list[dict[str, Any]] = [{"lr": 0.5, "weight_decay": decay} for decay in (0.1, 0.0)]
+    state: dict[int, dict[str, Any]] = {}
+    for group, options in zip(GROUPS, listed, strict=True):
+        first = len(state)
+        if flat:
+            state[first] = {"step": 6, **{m: torch.cat([states[f"{n}:{m}"] for n, _ in group]) for m in MOMENTS}}
+        else:
+            options["step"] = 0
+            for name, shape in group:
+                # Some of DeepSpeed's optimizers leave the count of a group with its last parameter.
+                count = 5 if name == group[-1][0] else 0
+                state[len(state)] = {"step": count, **{m: states[f"{name}:{m}"].view(shape) for m in MOMENTS}}
+        options["params"] = list(range(first, len(state)))
+    optimizer: dict[str, Any] = {"state": state, "param_groups": listed}
     if flat:
-        module = OrderedDict((n, t.bfloat16() if f"{n}:master" in states else t) for n, t in module.items())
-        module["head.weight"] = module["embed.weight"]
-        flats = {s: [torch.cat([states[f"{n}:{s}"] for n, _ in g]) for g in GROUPS] for s in ("master", *MOMENTS)}
-        state = {i: {"step": 6, **{m: flats[m][i] for m in MOMENTS}} for i in range(2)}
-        inner = {
-            "state": state,
-            "param_groups": [{"lr": 0.5, "weight_decay": w, "params": [i]} for i, w in enumerate((0.1, 0.0))],
-        }
-        optimizer: dict[str, Any] = {
-            "optimizer_state_dict": inner, "fp32_groups_flat": flats["master"], "clip_grad": 1.0, "cur_scale": 512.0,
+        masters = [torch.cat([states[f"{n}:master"] for n, _ in group]) for group in GROUPS]
+        optimizer = {
+            "optimizer_state_dict": optimizer, "fp32_groups_flat": masters, "clip_grad": 1.0, "cur_scale": 512.0,
             "cur_iter": 9, "last_overflow_iter": 2, "scale_window": 3, "dynamic_loss_scale": True,
         }  # fmt: skip
-    else:
-        state, listed = {}, []
-        for group, decay in zip(GROUPS, (0.1, 0.0), strict=True):
-            first = len(state)
-            for name, shape in group:
-                own = {m: states[f"{name}:{m}"].view(shape) for m in MOMENTS}
-                # Some of DeepSpeed's optimizers leave the count of a group with its last parameter.
-                state[len(state)] = {"step": 5 if name == group[-1][0] else 0, **own}
-            listed.append({"lr": 0.5, "weight_decay": decay, "step": 0, "params": list(range(first, len(state)))})
-        optimizer = {"state": state, "param_groups": listed}
-    tag = folder / "global_step5"
-    tag.mkdir(parents=True)
-    (folder / "latest").write_text("global_step5")
-    saved = {
-        "module": module, "buffer_names": ["seen"], "optimizer": optimizer, "param_shapes": None, "shared_params": None,
-        "global_steps": 5, "skipped_steps": 0, "global_samples": 20, "dp_world_size": 2, "epoch": 7,
-        "lr_scheduler": {"last_batch_iteration": 4},
-    }  # fmt: skip
+    tag = start(folder)
+    saved = {**counts(2), "module": module, "optimizer": optimizer, "param_shapes": None, "shared_params": None}
     torch.save(saved, tag / "mp_rank_00_model_states.pt")
 
 
-def steps_of(engine: DeepSpeedEngine, folder: Path) -> tuple[int, dict[str, int]]:
-    """Read the updates that a checkpoint of it counts, and of parameters that have had fewer."""
-    engine.save_checkpoint(folder, "counts")
-    engine.comm.barrier()
-    saved = read_manifest(folder / "counts").engine["optimizer"]
-    return saved["steps"], saved["parameter_steps"]
+def loads(states: dict[str, torch.Tensor], folder: Path, steps: int = 5, tag: str = TAG, **shape: Any) -> None:
+    """Load DeepSpeed's checkpoint into engines, and hold their states, options and counts against what was written."""
 
-
-def loaded(folder: Path, out: Path, tag: str = "global_step5") -> Body:
-    def body(engine: DeepSpeedEngine, comm: Comm) -> Any:
+    def body(engine: DeepSpeedEngine, comm: Comm) -> None:
+        if shape.get("checkpoint"):
+            with pytest.raises(ValueError, match="holds no latest_universal"):
+                engine.load_checkpoint(folder / "nowhere")
+            assert engine.load_checkpoint(folder, tag)[0] == str(folder / tag)
         path, client_state = engine.load_checkpoint(folder)
         assert path == str(folder / tag) and client_state["epoch"] == 7 and engine.global_steps == 5
         assert [group["weight_decay"] for group in engine.optimizer.param_groups] == [0.1, 0.0]
         assert engine.get_lr() == [0.5, 0.5] and "step" not in engine.optimizer.param_groups[0]
-        return state_of(engine), steps_of(engine, out)
+        assert_same(states, state_of(engine))
+        again = folder.parent / "again"
+        engine.save_checkpoint(again, "counts")
+        engine.comm.barrier()
+        saved = read_manifest(again / "counts").engine["optimizer"]
+        assert (saved["steps"], saved["parameter_steps"]) == (steps, {})
 
-    return body
+    alias(body, **{"ranks": 2, "stage": 2, **shape})
 
 
 @pytest.mark.parametrize("flat", [False, True])
 def test_theirs_of_stage_0(states: dict[str, torch.Tensor], flat: bool, tmp_path: Path) -> None:
     """Name the parameters that its optimizer numbers, as the engine knows them."""
-    write_stage_0(tmp_path, states, flat)
-    for found, steps in alias(loaded(tmp_path, tmp_path / "again"), ranks=2, stage=2):
-        assert_same(states, found)
-        assert steps == ((6 if flat else 5), {})
+    write_stage_0(tmp_path / "theirs", states, flat)
+    loads(states, tmp_path / "theirs", 6 if flat else 5)
+    made = import_checkpoint(tmp_path / "theirs", tmp_path / "ours", None, [[n for n, _ in group] for group in GROUPS])
+    # Of the 6 good steps after the overflow the first does not count, and every third doubles: 2 are left over.
+    scale, good = (512.0, (9 - 2 - 2) % 3) if flat else (1.0, 0)
+    assert read_manifest(made).engine["loss_scale"] == {"scale": scale, "patience": 1, "good_steps": good}
 
 
 @pytest.mark.parametrize(("stage", "ranks"), [(2, 3), (3, 1)])
 def test_theirs_universal(states: dict[str, torch.Tensor], stage: int, ranks: int, tmp_path: Path) -> None:
     """Load universal checkpoints on other numbers of ranks, by `latest_universal` and by the tag."""
-    tag = "global_step5_universal"
-    write_universal(tmp_path, states, stage)
-
-    def body(engine: DeepSpeedEngine, comm: Comm) -> Any:
-        with pytest.raises(ValueError, match="holds no latest_universal"):
-            engine.load_checkpoint(tmp_path / "nowhere")
-        result = loaded(tmp_path, tmp_path / "again", tag)(engine, comm)
-        assert engine.load_checkpoint(tmp_path, tag)[0] == str(tmp_path / tag)
-        return result
-
-    for found, steps in alias(body, ranks=ranks, stage=4 - stage, checkpoint={"load_universal": True}):
-        assert_same(states, found)
-        assert steps == (5, {})
-    assert main(["import-deepspeed", str(tmp_path), str(tmp_path / "ours")]) == 0
+    folder, tag = tmp_path / "theirs", f"{TAG}_universal"
+    write_universal(folder, states, stage)
+    loads(states, folder, tag=tag, ranks=ranks, stage=4 - stage, checkpoint={"load_universal": True})
+    assert main(["import-deepspeed", str(folder), str(tmp_path / "ours")]) == 0
     manifest = read_manifest(tmp_path / "ours" / tag)
     assert manifest.engine["loss_scale"]["scale"] == 64.0 and (tmp_path / "ours" / "latest").read_text() == tag
 
 
-def test_a_loss_scale_goes_on(states: dict[str, torch.Tensor], tmp_path: Path) -> None:
-    """Of the 6 good steps after the overflow the first does not count, and every third doubles: 2 are left over."""
-    write_stage_0(tmp_path, states, flat=True)
-
-    def body(engine: DeepSpeedEngine, comm: Comm) -> Any:
-        engine.load_checkpoint(tmp_path)
-        engine.save_checkpoint(tmp_path / "again")
-        return read_manifest(tmp_path / "again" / "global_step5").engine["loss_scale"]
-
-    (found,) = alias(body, fp16={"enabled": True, "loss_scale_window": 3})
-    assert found["scale"] == 512.0 and found["good_steps"] == (9 - 2 - 2) % 3
-
-
 def test_sub_groups_of_stage_3_are_parts_of_their_groups(tmp_path: Path) -> None:
     """The optimizer's groups name the numbers of theirs."""
-    names = [name for name, _ in PLAIN.named_parameters()]
-    order = ["a.weight", "b.weight", "a.bias", "b.bias"]
-    shapes = [OrderedDict({n: PLAIN.get_parameter(n).shape}) for n in order]
-    flats = [PLAIN.get_parameter(n).detach().flatten() for n in order]
-    inner = {
-        "state": {i: {"step": 2, "exp_avg": torch.ones_like(f)} for i, f in enumerate(flats)},
-        "param_groups": [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.2, "params": [2, 3]}],
-    }
-    tag = tmp_path / "step"
-    tag.mkdir()
-    model = {"module": {n: torch.empty(0) for n in names}, "param_shapes": shapes}
-    torch.save(model, tag / "zero_pp_rank_0_mp_rank_00_model_states.pt")
-    saved = {"optimizer_state_dict": {"fp32_flat_groups": flats, "optimizer_state_dict": inner}}
-    torch.save(saved, tag / "zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    assert main(["import-deepspeed", str(tag), str(tmp_path / "ours")]) == 0
-    groups = read_manifest(tmp_path / "ours" / "global_step0").engine["optimizer"]["groups"]
-    assert groups == [
+    parts = {n: PLAIN.get_parameter(n).detach() for n in ("a.weight", "b.weight", "a.bias", "b.bias")}
+    flats = [weight.flatten() for weight in parts.values()]
+    groups = [{"lr": 0.1, "params": [0, 1]}, {"lr": 0.2, "params": [2, 3]}]
+    state = {i: {"step": 2, "exp_avg": torch.ones_like(f)} for i, f in enumerate(flats)}
+    saved = {"fp32_flat_groups": flats, "optimizer_state_dict": {"state": state, "param_groups": groups}}
+    empty = {n: torch.empty(0) for n in PLAIN.state_dict()}
+    for kind, value in (
+        ("model", {"module": empty, "param_shapes": [OrderedDict({n: p.shape}) for n, p in parts.items()]}),
+        ("optim", {"optimizer_state_dict": saved}),
+    ):
+        torch.save(value, tmp_path / f"zero_pp_rank_0_mp_rank_00_{kind}_states.pt")
+    assert main(["import-deepspeed", str(tmp_path), str(tmp_path / "ours")]) == 0
+    assert read_manifest(tmp_path / "ours" / "global_step0").engine["optimizer"]["groups"] == [
         {"options": {"lr": 0.1}, "parameters": ["a.weight", "b.weight"]},
         {"options": {"lr": 0.2}, "parameters": ["a.bias", "b.bias"]},
     ]
@@ -219,18 +189,16 @@ def theirs(
 
     monkeypatch.setattr(Path, "mkdir", refuse)
     yield folder
-    assert not [*temporary.iterdir()] and {path.name for path in folder.iterdir()} == {"global_step5", "latest"}
+    assert not [*temporary.iterdir()] and {path.name for path in folder.iterdir()} == {TAG, "latest"}
 
 
 def test_theirs_load_from_a_folder_that_can_only_be_read(
-    states: dict[str, torch.Tensor], theirs: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+    states: dict[str, torch.Tensor], theirs: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level("INFO", "wherry")
-    for found, steps in alias(loaded(theirs, tmp_path / "again"), ranks=2, stage=2):
-        assert_same(states, found)
-        assert steps == (5, {})
+    loads(states, theirs)
     lines = [record.getMessage() for record in caplog.records]
-    assert any(line.startswith(f"loaded {theirs / 'global_step5'}: step 5") for line in lines)
+    assert any(line.startswith(f"loaded {theirs / TAG}: step 5") for line in lines)
     assert not any("wherry-" in line for line in lines)
 
 
@@ -301,10 +269,10 @@ def test_the_files_of_the_optimizer_that_scripts_look_for(stage: int, bf16: bool
         engine.save_checkpoint(tmp_path, "step")
 
     alias(body, ranks=2, stage=stage, model=PLAIN, optimizer=adamw if trains else None, bf16={"enabled": bf16})
-    found = sorted((tmp_path / "step").glob("*_optim_states.pt"))
+    paths = sorted((tmp_path / "step").glob("*_optim_states.pt"))
     ranks = range(2 if stage and trains else 0)
-    assert [path.name for path in found] == [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in ranks]
-    for path in found:
+    assert [path.name for path in paths] == [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in ranks]
+    for path in paths:
         saved = torch.load(path, weights_only=True)
         assert saved["optimizer_state_dict"] == {"zero_stage": stage, "partition_count": 2}
         assert saved["ds_config"]["zero_optimization"]["stage"] == stage and "safetensors" in saved["states"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -52,40 +51,52 @@ TRAINED = [(n, p) for n, p in MODEL.named_parameters() if p.requires_grad]
 GROUPS = [[(n, p.shape) for n, p in TRAINED if (p.dim() > 1) == matrix] for matrix in (True, False)]
 OPTIONS: list[dict[str, Any]] = [{"lr": 0.5, "weight_decay": decay, "params": [0]} for decay in (0.1, 0.0)]
 MOMENTS = ("exp_avg", "exp_avg_sq")
+TAG = "global_step5"
+SCALER = "deepspeed.runtime.fp16.loss_scaler.LossScaler"
+
+
+def start(folder: Path) -> Path:
+    """Make the folder of a checkpoint, which `latest` names."""
+    (folder / TAG).mkdir(parents=True)
+    (folder / "latest").write_text(TAG)
+    return folder / TAG
+
+
+def counts(ranks: int) -> dict[str, Any]:
+    """Make the entries of a model's file beside tensors; `epoch` is the client state."""
+    return {
+        "buffer_names": ["seen"], "global_steps": 5, "skipped_steps": 0, "global_samples": 20, "dp_world_size": ranks,
+        "lr_scheduler": {"last_batch_iteration": 4}, "epoch": 7,
+    }  # fmt: skip
 
 
 def write_model(tag: Path, stage: int, ranks: int, rank: int = 0) -> None:
+    module = OrderedDict((n, torch.empty(0) if stage == 3 and n != "seen" else t)
+                         for n, t in MODEL.state_dict().items())  # fmt: skip
     model: dict[str, Any] = {
-        "module": OrderedDict((n, torch.empty(0) if stage == 3 and n != "seen" else t)
-                              for n, t in MODEL.state_dict().items()),
-        "buffer_names": ["seen"], "param_shapes": [OrderedDict(group) for group in GROUPS],
-        "shared_params": {"head.weight": "embed.weight"}, "global_steps": 5, "skipped_steps": 0, "global_samples": 20,
-        "dp_world_size": ranks, "mp_world_size": 1, "lr_scheduler": {"last_batch_iteration": 4}, "ds_version": "0.19.8",
-        "frozen_param_shapes": None, "frozen_param_fragments": None, "ds_config": {}, "epoch": 7,
+        **counts(ranks), "module": module, "param_shapes": [OrderedDict(group) for group in GROUPS], "mp_world_size": 1,
+        "shared_params": {"head.weight": "embed.weight"}, "ds_version": "0.19.8", "ds_config": {},
+        "frozen_param_shapes": None, "frozen_param_fragments": None,
     }  # fmt: skip
     if stage == 3:
         frozen = "blocks.1.up.bias"
         whole = MODEL.get_parameter(frozen).detach()
-        size = -(-whole.numel() // ranks)
         model["frozen_param_shapes"] = OrderedDict({frozen: whole.shape})
-        model["frozen_param_fragments"] = OrderedDict({frozen: whole[rank * size : (rank + 1) * size].clone()})
+        model["frozen_param_fragments"] = OrderedDict({frozen: _part(whole, rank, ranks).clone()})
     prefix = f"zero_pp_rank_{rank}_" if stage == 3 else ""
     torch.save(model, tag / f"{prefix}mp_rank_00_model_states.pt")
 
 
 def write(folder: Path, states: dict[str, torch.Tensor], stage: int, ranks: int) -> None:
     """Write the states of an engine in the files that DeepSpeed's ranks would write."""
-    tag = folder / "global_step5"
-    tag.mkdir(parents=True)
-    (folder / "latest").write_text("global_step5")
-    names = ("deepspeed.runtime.fp16.loss_scaler.LossScaler", "deepspeed.utils.tensor_fragment.fragment_address")
-    with foreign(*names) as (scaler, address):
+    tag = start(folder)
+    with foreign(SCALER, "deepspeed.utils.tensor_fragment.fragment_address") as (scaler, address):
         scale = scaler()
         scale.cur_scale = 64.0
         for rank in range(ranks):
             if stage == 3 or rank == 0:
                 write_model(tag, stage, ranks, rank)
-            flats = {s: _flats(states, GROUPS, s, stage, rank, ranks) for s in ("master", *MOMENTS)}
+            flats = {s: _flats(states, s, stage, rank, ranks) for s in ("master", *MOMENTS)}
             inner = {
                 "state": {i: {"step": torch.tensor(5.0), **{m: flats[m][i] for m in MOMENTS}} for i in range(2)},
                 "param_groups": OPTIONS,
@@ -101,7 +112,7 @@ def write(folder: Path, states: dict[str, torch.Tensor], stage: int, ranks: int)
 
 def write_universal(folder: Path, states: dict[str, torch.Tensor], stage: int) -> None:
     """Write the states of an engine as `ds_to_universal` would; from stage 3 it leaves flat tensors without counts."""
-    tag = folder / "global_step5_universal"
+    tag = folder / f"{TAG}_universal"
     for name, parameter in TRAINED:
         (own := tag / "zero" / name).mkdir(parents=True)
         for file, state in (("fp32", "master"), *zip(MOMENTS, MOMENTS, strict=True)):
@@ -111,7 +122,7 @@ def write_universal(folder: Path, states: dict[str, torch.Tensor], stage: int) -
         if stage < 3:
             torch.save(5, own / "step.pt")
     inner = {"state": {0: {"step": torch.tensor(5.0)}}, "param_groups": OPTIONS}
-    with foreign("deepspeed.runtime.fp16.loss_scaler.LossScaler") as (scaler,):
+    with foreign(SCALER) as (scaler,):
         scale = scaler()
         scale.cur_scale = 64.0
         optimizer = {"param_groups": OPTIONS, "optimizer_state_dict": inner, "loss_scaler": scale, "zero_stage": stage}
@@ -120,21 +131,22 @@ def write_universal(folder: Path, states: dict[str, torch.Tensor], stage: int) -
     (folder / "latest_universal").write_text(tag.name)
 
 
-def _flats(states: Any, groups: Any, state: str, stage: int, rank: int, ranks: int) -> list[torch.Tensor]:
+def _part(whole: torch.Tensor, rank: int, ranks: int) -> torch.Tensor:
+    size = -(-whole.numel() // ranks)
+    return whole[rank * size : (rank + 1) * size]
+
+
+def _flats(states: Any, state: str, stage: int, rank: int, ranks: int) -> list[torch.Tensor]:
     flats = []
-    for group in groups:
+    for group in GROUPS:
+        values = [states[f"{name}:{state}"] for name, _ in group]
         if stage == 3:
-            parts = []
-            for name, shape in group:
-                size = -(-math.prod(shape) // ranks)
-                padded = torch.zeros(size * ranks)
-                padded[: math.prod(shape)] = states[f"{name}:{state}"]
-                parts.append(padded[rank * size : (rank + 1) * size])
-            flats.append(torch.cat(parts))
+            padded = [torch.cat([whole, torch.zeros(-whole.numel() % ranks)]) for whole in values]
+            flats.append(torch.cat([_part(whole, rank, ranks) for whole in padded]))
             continue
-        whole = torch.cat([states[f"{name}:{state}"] for name, _ in group])
-        size = -(-whole.numel() // (2 * ranks)) * 2
-        part = whole[rank * size : (rank + 1) * size]
+        whole = torch.cat(values)
+        padded = torch.cat([whole, torch.zeros(-whole.numel() % (2 * ranks))])
         # Weights are saved without the padding, moments with it.
-        flats.append(part.clone() if state == "master" else torch.cat([part, torch.zeros(size - part.numel())]))
+        size = padded.numel() // ranks
+        flats.append((whole if state == "master" else padded)[rank * size : (rank + 1) * size].clone())
     return flats
