@@ -10,7 +10,6 @@ import torch
 from torch import nn
 
 from wherry.compat.deepspeed import checkpointing
-from wherry.config.blocks import ActivationCheckpointing
 
 
 @pytest.fixture(autouse=True)
@@ -21,29 +20,29 @@ def nothing_configured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     checkpointing.get_cuda_rng_tracker().reset()
 
 
-def block_of(**given: Any) -> ActivationCheckpointing:
-    """Read the block of an engine whose config has `given` in it."""
-    config = checkpointing.configs.load({"activation_checkpointing": given} if given else {})
-    return checkpointing.laid_over(config).activation_checkpointing
-
-
 def test_what_is_configured_reaches_the_engine() -> None:
-    assert not checkpointing.is_configured() and block_of(profile=True).policy is None
+    """Lay the settings of the last call over the block of an engine's config."""
     with pytest.raises(AssertionError, match="number of layers"):
         checkpointing.configure(partition_activations=True, contiguous_checkpointing=True)
-    assert not checkpointing.is_configured()
-    checkpointing.configure(partition_activations=True)
-    assert checkpointing.is_configured()
-    block = block_of(profile=True)
-    assert (block.partition_activations, block.profile, block.resolved_policy()) == (True, True, "none")
-    checkpointing.configure(checkpoint_in_cpu=True, partition_activations=False)
-    block = block_of(partition_activations=True)
-    assert (block.partition_activations, block.cpu_checkpointing) == (False, True)
     config = {"activation_checkpointing": {"cpu_checkpointing": True, "profile": True}}
-    checkpointing.configure(deepspeed_config=config, profile=False)
-    block = block_of()
-    assert (block.cpu_checkpointing, block.profile, block.resolved_policy()) == (True, False, "none")
-    assert block_of(policy="recompute").policy == "recompute"
+    for arguments, given, expected in (
+        (None, {"profile": True}, {"policy": None, "profile": True}),
+        ({"partition_activations": True}, {"profile": True}, {"partition_activations": True, "profile": True}),
+        (
+            {"checkpoint_in_cpu": True, "partition_activations": False},
+            {"partition_activations": True},
+            {"partition_activations": False, "cpu_checkpointing": True},
+        ),
+        ({"deepspeed_config": config, "profile": False}, {}, {"cpu_checkpointing": True, "profile": False}),
+        ({"deepspeed_config": config}, {"policy": "recompute"}, {"policy": "recompute", "cpu_checkpointing": True}),
+    ):
+        if arguments is not None:
+            checkpointing.configure(**arguments)
+        assert checkpointing.is_configured() == (arguments is not None)
+        block = checkpointing.laid_over(checkpointing.configs.load({"activation_checkpointing": given}))
+        values = block.activation_checkpointing.model_dump()
+        assert values | expected == values
+        assert arguments is None or "policy" in given or values["policy"] == "none"
     with pytest.raises(NotImplementedError, match="set_num_layers is not part of Wherry"):
         checkpointing.set_num_layers(2)
 

@@ -224,14 +224,14 @@ def test_a_disk_that_is_full(theirs: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_the_file_that_scripts_load(stage: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_files_that_scripts_load(stage: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Hold the whole model in the file of DeepSpeed's name too, where ranks do; keep the checkpoint Wherry's."""
 
     def body(engine: DeepSpeedEngine, comm: Comm) -> Any:
-        given = {"epoch": 7, "global_samples": "mine"}
+        client_state = {"epoch": 7, "global_samples": "mine"}
         before = comm.traffic.bytes.get("all_gather", 0)
-        for name, frozen_too in (("all", True), ("trained", False)):
-            engine.save_checkpoint(tmp_path / name, client_state=given, exclude_frozen_parameters=not frozen_too)
+        for name, without_frozen in (("all", False), ("trained", True)):
+            engine.save_checkpoint(tmp_path / name, client_state=client_state, exclude_frozen_parameters=without_frozen)
         assert stage < 3 or comm.traffic.bytes.get("all_gather", 0) == before, "a save at stage 3 gathers no weights"
         comm.barrier()
         # What DeepSpeed leaves in it too; the schedule only where it has not been loaded.
@@ -243,10 +243,12 @@ def test_the_file_that_scripts_load(stage: int, tmp_path: Path, capsys: pytest.C
         engine.load_checkpoint(tmp_path / "all")
         return state_of(engine)
 
-    states = alias(body, ranks=2, stage=stage, zero={"stage3_param_persistence_threshold": 0})[0]
-    file = "zero_pp_rank_0_mp_rank_00_model_states.pt" if stage == 3 else "mp_rank_00_model_states.pt"
-    paths = [tmp_path / name / "global_step0" / file for name in ("all", "trained")]
-    full, part = (torch.load(path, weights_only=True) for path in paths)
+    more = {"bf16": {"enabled": stage == 3}, "zero": {"stage3_param_persistence_threshold": 0}}
+    states = alias(body, ranks=2, stage=stage, **more)[0]
+    of_model, of_optimizer = ("zero_pp_rank_0_", "bf16_") if stage == 3 else ("", "")
+    folders = [tmp_path / name / "global_step0" for name in ("all", "trained")]
+    file = f"{of_model}mp_rank_00_model_states.pt"
+    full, part = (torch.load(folder / file, weights_only=True) for folder in folders)
     assert list(full["module"]) == list(MODEL.state_dict()) and (full["epoch"], full["global_steps"]) == (7, 0)
     assert torch.equal(full["module"]["seen"], MODEL.state_dict()["seen"]) and full["buffer_names"] == ["seen"]
     for name, tensor in full["module"].items():
@@ -256,25 +258,23 @@ def test_the_file_that_scripts_load(stage: int, tmp_path: Path, capsys: pytest.C
     assert len(full["param_shapes"]) == 2 and "blocks.1.up.bias" not in shapes
     assert all(shape == MODEL.get_parameter(name).shape for name, shape in shapes.items())
     assert set(full["module"]) - set(part["module"]) == {"blocks.1.up.bias"}
-    for folder, message in (("all", "is one of Wherry's already"), ("", "is no checkpoint of DeepSpeed's")):
-        assert main(["import-deepspeed", str(tmp_path / folder), str(tmp_path / "out")]) == 2
-        assert message in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("stage", "bf16", "trains"), [(0, True, True), (3, True, True), (1, False, False)])
-def test_the_files_of_the_optimizer_that_scripts_look_for(stage: int, bf16: bool, trains: bool, tmp_path: Path) -> None:
-    """Write one of each rank where DeepSpeed has them, which holds no states."""
-
-    def body(engine: DeepSpeedEngine, comm: Comm) -> None:
-        engine.save_checkpoint(tmp_path, "step")
-
-    alias(body, ranks=2, stage=stage, model=PLAIN, optimizer=adamw if trains else None, bf16={"enabled": bf16})
-    paths = sorted((tmp_path / "step").glob("*_optim_states.pt"))
-    ranks = range(2 if stage and trains else 0)
-    assert [path.name for path in paths] == [f"bf16_zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in ranks]
+    # Each rank has one of the optimizer, without states.
+    paths = sorted(folders[0].glob("*_optim_states.pt"))
+    assert [path.name for path in paths] == [
+        f"{of_optimizer}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(2)
+    ]
     for path in paths:
         saved = torch.load(path, weights_only=True)
         assert saved["optimizer_state_dict"] == {"zero_stage": stage, "partition_count": 2}
         assert saved["ds_config"]["zero_optimization"]["stage"] == stage and "safetensors" in saved["states"]
     # Nobody takes it for one of DeepSpeed's because of them.
-    assert set(get_fp32_state_dict_from_zero_checkpoint(tmp_path)) == set(dict(PLAIN.named_parameters()))
+    assert set(get_fp32_state_dict_from_zero_checkpoint(tmp_path / "all")) == set(MODEL.state_dict())
+    for name, message in (("all", "is one of Wherry's already"), ("", "is no checkpoint of DeepSpeed's")):
+        assert main(["import-deepspeed", str(tmp_path / name), str(tmp_path / "out")]) == 2
+        assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("stage", "optimizer"), [(0, adamw), (1, None)])
+def test_without_partitions_there_are_no_files_of_the_optimizer(stage: int, optimizer: Any, tmp_path: Path) -> None:
+    alias(lambda engine, _: engine.save_checkpoint(tmp_path), ranks=2, stage=stage, model=PLAIN, optimizer=optimizer)
+    assert (tmp_path / "latest").exists() and not [*tmp_path.rglob("*_optim_states.pt")]

@@ -45,38 +45,39 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Saved:
     return folder, on(Shape(3, 3, more={"bf16": {"enabled": True}}), body, model=model)[0]
 
 
-def same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert set(found) == set(expected)
-    for name, tensor in found.items():
+def assert_equal(weights: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert set(weights) == set(expected)
+    for name, tensor in weights.items():
         assert tensor.dtype == torch.float32 and torch.equal(tensor, expected[name]), name
 
 
 def test_state_dict(saved: Saved) -> None:
     folder, masters = saved
-    found = get_fp32_state_dict_from_zero_checkpoint(folder)
-    same(found, masters)
-    assert found["head.weight"] is found["embed.weight"]
+    weights = get_fp32_state_dict_from_zero_checkpoint(folder)
+    assert_equal(weights, masters)
+    assert weights["head.weight"] is weights["embed.weight"]
     first = get_fp32_state_dict_from_zero_checkpoint(folder, tag="global_step0")
     assert not torch.equal(first["embed.weight"], masters["embed.weight"])
     trained = get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
-    same(trained, {name: t for name, t in masters.items() if not name.startswith(f"{FROZEN}.")})
+    assert_equal(trained, {name: t for name, t in masters.items() if not name.startswith(f"{FROZEN}.")})
     assert len(trained) < len(masters)
 
 
-@pytest.mark.parametrize("size", ["4KB", None])
-def test_files_of_torch(saved: Saved, tmp_path: Path, size: str | None) -> None:
+def test_files(saved: Saved, tmp_path: Path) -> None:
+    """Write one file of torch's, several with their index, and safetensors."""
     folder, masters = saved
-    convert_zero_checkpoint_to_fp32_state_dict(folder, tmp_path, max_shard_size=size)
-    files = {path.name: torch.load(path, weights_only=True) for path in tmp_path.glob("*.bin")}
-    if size is None:
-        assert set(files) == {path.name for path in tmp_path.iterdir()} == {"pytorch_model.bin"}
-        same(files["pytorch_model.bin"], masters)
-        assert main([str(folder), str(tmp_path / "out"), "--safe_serialization"]) == 0
-        found = load_file(tmp_path / "out" / "model.safetensors")
-        return same(found | {"head.weight": found["embed.weight"]}, masters)
-    index = json.loads((tmp_path / "pytorch_model.bin.index.json").read_text())
-    assert len(files) > 2 and set(index["weight_map"].values()) == set(files)
-    same({name: files[file][name] for name, file in index["weight_map"].items()}, masters)
+    one, several, safe = (tmp_path / name for name in ("one", "several", "safe"))
+    convert_zero_checkpoint_to_fp32_state_dict(folder, one, max_shard_size=None)
+    assert [path.name for path in one.iterdir()] == ["pytorch_model.bin"]
+    assert_equal(torch.load(one / "pytorch_model.bin", weights_only=True), masters)
+    assert main([str(folder), str(safe), "--safe_serialization"]) == 0
+    weights = load_file(safe / "model.safetensors")
+    assert_equal(weights | {"head.weight": weights["embed.weight"]}, masters)
+    convert_zero_checkpoint_to_fp32_state_dict(folder, several, max_shard_size="4KB")
+    files = {path.name: torch.load(path, weights_only=True) for path in several.glob("*.bin")}
+    index = json.loads((several / "pytorch_model.bin.index.json").read_text())["weight_map"]
+    assert len(files) > 2 and set(index.values()) == set(files)
+    assert_equal({name: files[file][name] for name, file in index.items()}, masters)
     for weights in files.values():
         own = {t.data_ptr(): t.nbytes for t in weights.values()}
         assert sum(own.values()) <= 4000 or len(own) == 1
@@ -84,15 +85,15 @@ def test_files_of_torch(saved: Saved, tmp_path: Path, size: str | None) -> None:
 
 def test_files_of_a_checkpoint(saved: Saved, tmp_path: Path) -> None:
     """Give what a program reads beside the weights: the stage, the counts, and the client state."""
-    place = saved[0] / "global_step2"
-    before = sorted(path.name for path in place.iterdir())
-    (optimizer,) = get_optim_files(place)
+    step = saved[0] / "global_step2"
+    before = sorted(path.name for path in step.iterdir())
+    (optimizer,) = get_optim_files(step)
     state = torch.load(optimizer, weights_only=True)["optimizer_state_dict"]
     assert state == {"zero_stage": 3, "partition_count": 3}
-    found = torch.load(get_model_state_file(place, state["zero_stage"]), weights_only=True)
-    assert (found["global_steps"], found["global_samples"], found["dp_world_size"]) == (2, 12, 3)
-    assert set(found["param_shapes"][0]) == {n for n, _ in MODEL.named_parameters() if not n.startswith(FROZEN)}
-    assert sorted(path.name for path in place.iterdir()) == before
+    model = torch.load(get_model_state_file(step, state["zero_stage"]), weights_only=True)
+    assert (model["global_steps"], model["global_samples"], model["dp_world_size"]) == (2, 12, 3)
+    assert set(model["param_shapes"][0]) == {n for n, _ in MODEL.named_parameters() if not n.startswith(FROZEN)}
+    assert sorted(path.name for path in step.iterdir()) == before
     # Those of DeepSpeed's are its own, by the number of the rank.
     names = [f"zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for rank in range(12)]
     for name in (*names, "zero_pp_rank_0_mp_rank_00_model_states.pt"):
@@ -106,7 +107,7 @@ def test_into_a_model(saved: Saved) -> None:
     model = copy.deepcopy(MODEL)
     engine = engine_of(3, model=model)
     assert load_state_dict_from_zero_checkpoint(model, folder) is model and engine.closed
-    same(dict(model.state_dict()), {name: masters[name] for name in model.state_dict()})
+    assert_equal(dict(model.state_dict()), {name: masters[name] for name in model.state_dict()})
     model.embed = torch.nn.Embedding(3, 16)
     with pytest.raises(wherry.WherryError, match=r"embed.weight is \(29, 16\) in the checkpoint and \(3, 16\) in the"):
         load_state_dict_from_zero_checkpoint(model, folder)
@@ -122,7 +123,7 @@ def test_mistakes(saved: Saved, tmp_path: Path, capsys: Any) -> None:
     (theirs := both / "global_step1").mkdir()
     (theirs / "mp_rank_00_model_states.pt").touch()
     (theirs / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
-    same(get_fp32_state_dict_from_zero_checkpoint(both), masters)
+    assert_equal(get_fp32_state_dict_from_zero_checkpoint(both), masters)
     out = tmp_path / "out"
     for argv, message in (
         ([folder, out, "-t", "global_step9"], "no checkpoint global_step9; those that are there: global_st"),

@@ -42,23 +42,22 @@ class _Inert:
 
 
 # Classes that DeepSpeed pickles beside tensors.
-_STAND_INS = {
-    name: type(name.rpartition(".")[2], (_Inert,), {"__module__": name.rpartition(".")[0]})
+_STAND_INS: list[Any] = [
+    (_Inert, name)
     for name in (
         "deepspeed.runtime.fp16.loss_scaler.LossScaler",
         "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
         "deepspeed.runtime.zero.config.ZeroStageEnum",
         "deepspeed.utils.tensor_fragment.fragment_address",
     )
-}
+]
 
 
 def _load(path: Path) -> Any:
     """Load a file without running anything in it."""
-    safe: list[Any] = [(stand_in, name) for name, stand_in in _STAND_INS.items()]
     try:
         _check_archive(path)
-        with torch.serialization.safe_globals(safe):
+        with torch.serialization.safe_globals(_STAND_INS):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror or error}") from None
@@ -242,16 +241,16 @@ class WholeOptimizer(_Form):
     optimizer_state_dict: BaseState
 
 
+class _UniversalState(_Form):
+    param: Plain
+
+
 class UniversalOptimizer(_Form):
     """`zero/optimizer_state.pt` of a universal checkpoint."""
 
     param_groups: Listed[dict[str, Small]]
     optimizer_state_dict: BaseState | None = None
     loss_scaler: Any = None
-
-
-class _UniversalState(_Form):
-    param: Plain
 
 
 Form = TypeVar("Form", bound=BaseModel)

@@ -265,13 +265,10 @@ class _Import:
             "micro_steps": steps,
             "skipped_steps": self.model.skipped_steps,
             "samples": self.model.global_samples,
-            "norm": None,
             "applied": True,
             "window": {},
             "loss_scale": self.trained.loss_scale if self.trained is not None else _SCALE_1,
             "client_state": encode(client, "client_state", put),
-            "extra_state": {},
-            "frozen_excluded": False,
         }
         schedule = self.model.lr_scheduler
         if isinstance(schedule, dict):
