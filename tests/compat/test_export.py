@@ -51,7 +51,8 @@ def assert_equal(weights: dict[str, torch.Tensor], expected: dict[str, torch.Ten
         assert tensor.dtype == torch.float32 and torch.equal(tensor, expected[name]), name
 
 
-def test_state_dict(saved: Saved) -> None:
+def test_weights(saved: Saved, tmp_path: Path) -> None:
+    """Read the weights, and write one file of torch's, several with their index, and safetensors."""
     folder, masters = saved
     weights = get_fp32_state_dict_from_zero_checkpoint(folder)
     assert_equal(weights, masters)
@@ -61,11 +62,6 @@ def test_state_dict(saved: Saved) -> None:
     trained = get_fp32_state_dict_from_zero_checkpoint(folder, exclude_frozen_parameters=True)
     assert_equal(trained, {name: t for name, t in masters.items() if not name.startswith(f"{FROZEN}.")})
     assert len(trained) < len(masters)
-
-
-def test_files(saved: Saved, tmp_path: Path) -> None:
-    """Write one file of torch's, several with their index, and safetensors."""
-    folder, masters = saved
     one, several, safe = (tmp_path / name for name in ("one", "several", "safe"))
     convert_zero_checkpoint_to_fp32_state_dict(folder, one, max_shard_size=None)
     assert [path.name for path in one.iterdir()] == ["pytorch_model.bin"]

@@ -43,7 +43,6 @@ _UNREAD = {
 }  # fmt: skip
 # Entries of a parameter group that are no options; some optimizers count updates in `step`.
 _NO_OPTIONS = ("params", "step")
-_SCALE_1: dict[str, Any] = {"scale": 1.0, "patience": 1, "good_steps": 0}
 
 
 def is_theirs(folder: Path) -> bool:
@@ -157,16 +156,16 @@ class _Import:
         self.models = [files.read_model(path) for path in paths]
         self.model = model = self.models[0]
         optimizers = [] if universal else _by_rank(folder, "*zero_pp_rank_*optim_states.pt")
-        whole = not universal and not optimizers
-        parts = [] if whole else model.param_shapes
+        self.frozen, parts, tied = model.frozen_param_shapes, model.param_shapes, model.shared_params
+        if whole := not universal and not optimizers:
+            self.frozen, parts, tied = {}, [], _ties(model.module)
         if optimizers and not parts:
             raise CheckpointError(f"{paths[0]} has no param_shapes, and there are weights of optimizers in other files")
-        self.frozen = {} if whole else model.frozen_param_shapes
         names = Counter([*(name for part in parts for name in part), *self.frozen, *model.shared_params])
         if twice := next((name for name, count in names.items() if count > 1), None):
             raise CheckpointError(f"{paths[0]}: {twice} is in two groups, or trained and frozen or tied at once")
         self.aliases: dict[str, list[str]] = defaultdict(list)
-        for other, first in (_ties(model.module) if whole else model.shared_params).items():
+        for other, first in tied.items():
             self.aliases[first].append(other)
         self.entries: dict[str, Entry] = {}
         self.trained: _Trained | None
@@ -267,7 +266,7 @@ class _Import:
             "samples": self.model.global_samples,
             "applied": True,
             "window": {},
-            "loss_scale": self.trained.loss_scale if self.trained is not None else _SCALE_1,
+            "loss_scale": _loss_scale(None, self.folder) if self.trained is None else self.trained.loss_scale,
             "client_state": encode(client, "client_state", put),
         }
         schedule = self.model.lr_scheduler
