@@ -263,15 +263,12 @@ def read_model(path: Path) -> ModelFile:
     return model
 
 
-def whole_optimizer(
-    model: ModelFile, path: Path
-) -> tuple[BaseState | WholeState, list[torch.Tensor] | None, dict[str, Any]] | None:
-    """Validate the optimizer of stage 0: its state, the flats of its groups in 16 bits, and its attributes."""
+def whole_optimizer(model: ModelFile, path: Path) -> WholeOptimizer | WholeState | None:
+    """Validate the optimizer of stage 0; None without one of a known form."""
     saved = model.optimizer or {}
     if "fp32_groups_flat" in saved:
-        in_16_bits = _validate(WholeOptimizer, saved, path)
-        return in_16_bits.optimizer_state_dict, in_16_bits.fp32_groups_flat, in_16_bits.model_extra or {}
-    return (_validate(WholeState, saved, path), None, {}) if "state" in saved else None
+        return _validate(WholeOptimizer, saved, path)
+    return _validate(WholeState, saved, path) if "state" in saved else None
 
 
 def read_universal_state(path: Path) -> torch.Tensor:

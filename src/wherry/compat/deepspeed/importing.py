@@ -22,7 +22,7 @@ from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.format import NAME, WEIGHT, Entry, Manifest, Piece, RankFiles, encode
 from wherry.checkpoint.reshard import Run
 from wherry.compat.deepspeed import files
-from wherry.compat.deepspeed.files import BaseState, ModelFile, WholeState, WholeStates
+from wherry.compat.deepspeed.files import BaseState, ModelFile, States, WholeOptimizer, WholeState
 from wherry.errors import one_line
 from wherry.observe.log import say
 from wherry.observe.progress import Progress
@@ -31,6 +31,7 @@ from wherry.regular import read_regular
 Shapes = dict[str, tuple[int, ...]]
 Names = Sequence[Sequence[str]]
 Groups = list[tuple[dict[str, Any], list[str]]]
+Base = BaseState | list[States]
 NamedStates = Iterable[tuple[str, torch.Tensor]]
 
 LATEST_UNIVERSAL = "latest_universal"
@@ -171,8 +172,10 @@ class _Import:
         self.trained: _Trained | None
         if universal:
             self.trained = _of_universal(folder / "zero", parts)
+        elif whole:
+            self.trained = _of_stage_0(model, paths[0], groups)
         else:
-            self.trained = _of_stage_0(model, paths[0], groups) if whole else _of_partitions(optimizers, parts)
+            self.trained = _of_partitions([_read_rank(path) for path in optimizers], optimizers, parts)
 
     def write(self, out: Path, tag: str | None) -> Path:
         """Write the checkpoint to `out`; returns its folder."""
@@ -336,18 +339,21 @@ def _read_rank(path: Path) -> _Rank:
     base = saved.optimizer_state_dict if is_stage_3 else saved.base_optimizer_state
     if weights is None or base is None:
         raise CheckpointError(f"{path} holds no fp32 weights with their states; ZeRO stages 1, 2 and 3 are read")
+    return _rank_of(weights, base, saved.loss_scaler, path, is_stage_3=is_stage_3)
+
+
+def _rank_of(weights: list[torch.Tensor], base: Base, scaler: Any, path: Path, *, is_stage_3: bool = False) -> _Rank:
     # With zero_optimization.elastic_checkpoint states are saved without options.
-    options: list[Any] = [] if isinstance(base, list) else base.param_groups
-    states = base if isinstance(base, list) else [base.state.get(i, files.States()) for i in range(len(weights))]
+    options = [] if isinstance(base, list) else base.param_groups
+    states = base if isinstance(base, list) else [base.state.get(i, States()) for i in range(len(weights))]
     if len(states) != len(weights):
         raise CheckpointError(f"{path} has {len(weights)} flat weights, and states of {len(states)}")
     flats = [{**state.tensors(), WEIGHT: weight} for weight, state in zip(weights, states, strict=True)]
-    return _Rank(flats, options, [state.step for state in states], _loss_scale(saved.loss_scaler, path), is_stage_3)
+    return _Rank(flats, options, [state.step for state in states], _loss_scale(scaler, path), is_stage_3)
 
 
-def _of_partitions(paths: list[Path], parts: list[Shapes]) -> _Trained:
+def _of_partitions(ranks: list[_Rank], paths: list[Path], parts: list[Shapes]) -> _Trained:
     """Join the partitions of all ranks."""
-    ranks = [_read_rank(path) for path in paths]
     _check_partitions(ranks, paths, parts)
     is_stage_3 = ranks[0].is_stage_3
     shapes = {name: shape for part in parts for name, shape in part.items()}
@@ -405,9 +411,8 @@ def _of_stage_0(model: ModelFile, path: Path, groups: Names | None) -> _Trained 
         if model.optimizer:
             say("%s: its optimizer is of a form that is not read: the weights alone are taken over", path)
         return None
-    inner, flats, attributes = saved
-    options = inner.param_groups
-    groups = _guess_groups(model, inner, flats) if groups is None else groups
+    options = (saved.optimizer_state_dict if isinstance(saved, WholeOptimizer) else saved).param_groups
+    groups = _guess_groups(model, saved) if groups is None else groups
     if groups is None or len(groups) != len(options):
         say(
             "%s: it does not say which parameters its optimizer has in which of %d groups, so the weights alone are "
@@ -417,47 +422,41 @@ def _of_stage_0(model: ModelFile, path: Path, groups: Names | None) -> _Trained 
     shapes = {name: tuple(model.module[name].shape) for names in groups for name in names if name in model.module}
     if missing := next((name for names in groups for name in names if name not in shapes), None):
         raise CheckpointError(f"{path}: it has no {missing}, which the engine trains")
-    if flats is not None and len(flats) != len(groups):
-        raise CheckpointError(f"{path} has weights of {len(flats)} groups, the engine {len(groups)}")
-    held: dict[str, dict[str, torch.Tensor]] = {}
+    if isinstance(saved, WholeOptimizer):
+        # The masters and moments of a group are flats, like those of stage 1 on one rank.
+        for index, (flat, names) in enumerate(zip(saved.fp32_groups_flat, groups, strict=False)):
+            if flat.numel() != (wanted := sum(math.prod(shapes[name]) for name in names)):
+                held = f"group {index} of its optimizer has {flat.numel():,} elements"
+                raise CheckpointError(f"{path}: {held}, the engine's {wanted:,}")
+        rank = _rank_of(saved.fp32_groups_flat, saved.optimizer_state_dict, saved.model_extra, path)
+        return _of_partitions([rank], [path], [{name: shapes[name] for name in names} for names in groups])
+    states: dict[str, dict[str, torch.Tensor]] = {}
     steps: dict[str, int] = {}
-    for index, (own, names) in enumerate(zip(options, groups, strict=True)):
-        of_group = f"{path}: group {index} of its optimizer has"
-        if flats is not None:
-            states, at = inner.state.get(index, files.States()), 0
-            for name in names:
-                stop = at + math.prod(shapes[name])
-                whole = {**states.tensors(), WEIGHT: flats[index]}
-                held[name] = {state: values[at:stop] for state, values in whole.items()}
-                steps[name], at = states.step, stop
-            if at != flats[index].numel():
-                raise CheckpointError(f"{of_group} {flats[index].numel():,} elements, the engine's {at:,}")
-            continue
-        numbers = [number for number in _numbers(own) if isinstance(number, int)]
+    for group, names in zip(options, groups, strict=True):
+        numbers = [number for number in _numbers(group) if isinstance(number, int)]
         if len(numbers) != len(names):
-            raise CheckpointError(f"{of_group} {len(numbers)} parameters, the engine's {len(names)}")
-        each = [inner.state.get(number, WholeStates()) for number in numbers]
+            held = f"a group of its optimizer has {len(numbers)} parameters"
+            raise CheckpointError(f"{path}: {held}, the engine's {len(names)}")
         # An optimizer that counts for the whole group leaves the count with one of its parameters.
-        shared = max((states.step for states in each), default=0) if "step" in own else None
-        for name, number, states in zip(names, numbers, each, strict=True):
-            held[name] = {**states.tensors(), WEIGHT: model.module[name]}
-            steps[name] = states.step if shared is None or number not in inner.state else shared
-    named = [(own, list(names)) for own, names in zip(options, groups, strict=True)]
-    return _Trained(
-        shapes, steps, named, _loss_scale(attributes, path), lambda name: held[name].items(), reduced=flats is None
-    )
+        kept = {name: saved.state.get(number) for name, number in zip(names, numbers, strict=True)}
+        shared = max((own.step for own in kept.values() if own), default=0) if "step" in group else None
+        for name, own in kept.items():
+            states[name] = {**(own.tensors() if own else {}), WEIGHT: model.module[name]}
+            steps[name] = 0 if own is None else own.step if shared is None else shared
+    named = [(group, list(names)) for group, names in zip(options, groups, strict=True)]
+    return _Trained(shapes, steps, named, _loss_scale(None, path), lambda name: states[name].items())
 
 
-def _guess_groups(model: ModelFile, inner: BaseState | WholeState, flats: list[torch.Tensor] | None) -> Names | None:
+def _guess_groups(model: ModelFile, saved: WholeOptimizer | WholeState) -> Names | None:
     """Put all weights, in the model's order, into one group; None if the optimizer has other shapes."""
     others = {*model.buffer_names, *_ties(model.module)}
     weights = {n: weight for n, weight in model.module.items() if n not in others and weight.is_floating_point()}
-    if flats is not None:
-        fits = [flat.numel() for flat in flats] == [sum(weight.numel() for weight in weights.values())]
+    if isinstance(saved, WholeOptimizer):
+        fits = [flat.numel() for flat in saved.fp32_groups_flat] == [sum(each.numel() for each in weights.values())]
     else:
-        tensors = [[*states.tensors().values()] for _, states in sorted(inner.state.items())]
+        tensors = [[*states.tensors().values()] for _, states in sorted(saved.state.items())]
         shapes = [own[0].shape if own else None for own in tensors]
-        fits = len(inner.param_groups) == 1 and shapes == [weight.shape for weight in weights.values()]
+        fits = len(saved.param_groups) == 1 and shapes == [weight.shape for weight in weights.values()]
     return [[*weights]] if fits else None
 
 
