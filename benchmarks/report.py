@@ -321,14 +321,12 @@ def on_a_gpu(results: Sequence[Mapping[str, Any]]) -> str:
     tests = [row for row in checks if "failed" in row]
     policies = [row for row in checks if row not in tests and not row["system"].endswith(":at_step")]
     right, wrong, missing = (sum(row.get("good") is good for row in policies) for good in (True, False, None))
-    passed, failed = sum(int(row["value"]) for row in tests), sum(len(row["failed"]) for row in tests)
+    passed, failed = sum(int(row["value"] or 0) for row in tests), sum(len(row["failed"]) for row in tests)
     lines += [
         "",
         "Policies that have the bits of `at_step`, or whose losses fall if they are to train something else: ",
     ]
-    lines[-1] += (
-        f"{right} right, {wrong} wrong, {missing} not reached in time. Tests: {passed} passed, {failed} failed."
-    )
+    lines[-1] += f"{right} right, {wrong} wrong, {missing} without a result. Tests: {passed} passed, {failed} failed."
     lines += ["", "| Qwen3-4B on one card | elsewhere | goal | here |", "|---|---|---|---|"]
     values = {
         (result["machine"]["gpu"], row["system"], row["case"]["tokens"]): row["value"]

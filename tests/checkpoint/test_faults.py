@@ -8,7 +8,6 @@ import os
 import random
 import shutil
 from functools import partial
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from wherry.checkpoint import folder as folders
 from wherry.checkpoint import save as saving
 from wherry.checkpoint.checks import read_manifest
 from wherry.checkpoint.errors import CheckpointError
-from wherry.checkpoint.format import Manifest, RankFiles
+from wherry.checkpoint.format import RankFiles
 from wherry.checkpoint.save import FileRendezvous
 from wherry.parallel.comm import Comm
 
@@ -362,11 +361,3 @@ def test_the_folder_may_be_moved_as_soon_as_the_last_record_is_there(
     FileRendezvous(partial, 1).report("what it wrote")
     (record,) = whole.iterdir()
     assert record.read_text() == "what it wrote"
-
-
-def test_sources_that_are_not_installed_save_a_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
-    def missing(name: str) -> str:
-        raise metadata.PackageNotFoundError(name)
-
-    monkeypatch.setattr(metadata, "version", missing)
-    assert Manifest.of_now("tag", 1, {}).versions["wherry"] == "unknown"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -17,10 +18,14 @@ BF16, FP16 = {"bf16": {"enabled": True}}, {"fp16": {"enabled": True, "initial_sc
 HOST = {"offload_optimizer": {"device": "cpu"}}
 
 
+with torch.random.fork_rng():
+    torch.manual_seed(0)
+    _MODEL = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
 def make_model() -> nn.Sequential:
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    """Copy the model: ranks that are threads share the generator it was drawn from."""
+    return copy.deepcopy(_MODEL)
 
 
 def line(weight: float = 1.0, width: int = 4) -> nn.Linear:

@@ -74,12 +74,16 @@ for module in ("", ".utils", ".utils.groups", ".comm", ".ops.op_builder", ".runt
     owner = importlib.import_module(f"deepspeed{module}") if module != ".checkpointing" else deepspeed.checkpointing
     class Derived(owner.Nothing):
         pass
-    assert "Nothing is not part of Wherry; use PyTorch's own" in refused(Derived), module
+    assert "Nothing is not part of Wherry; it has the names" in refused(Derived), module
     assert "is not part of Wherry" in refused(lambda: owner.Nothing == "a constant")
     assert not hasattr(owner, "_nothing")
 assert "did you mean set_z3_leaf_modules?" in refused(deepspeed.utils.set_z3_leaf_module)
 from deepspeed.runtime.constants import ROUTE_TRAIN
-assert "read the dict of the config" in refused(ROUTE_TRAIN)
+for use in (ROUTE_TRAIN, lambda: ROUTE_TRAIN == "train", lambda: {}.get(ROUTE_TRAIN), lambda: f"{ROUTE_TRAIN}"):
+    assert "read the dict of the config" in refused(use)
+from wherry.compat.deepspeed.names import ABSENT_MODULES
+for module in ABSENT_MODULES:
+    importlib.import_module(f"deepspeed.{module}")
 copied = pickle.loads(pickle.dumps([deepspeed.DeepSpeedEngine, deepspeed.PipelineModule, ZeroStageEnum.weights]))
 assert copied == [deepspeed.DeepSpeedEngine, deepspeed.PipelineModule, 3]
 """

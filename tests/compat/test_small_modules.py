@@ -99,7 +99,7 @@ def test_a_scripts_own_collectives_are_counted(alone: None, monkeypatch: pytest.
     comm.broadcast(tensor=tensor, src=0)
     comm.configure(enabled=False)
     comm.broadcast(tensor, 0)
-    comm.configure()
+    comm.configure(enabled=True)
     comm.allgather_fn(torch.empty(4), tensor)
     summary = comm.log_summary(show_straggler=True, return_dict=True)
     assert summary is not None

@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -23,6 +22,7 @@ import torch
 from pydantic import ConfigDict, Field, GetPydanticSchema, TypeAdapter, ValidationError
 from typing_extensions import TypedDict
 
+from wherry import __version__
 from wherry.checkpoint.errors import CheckpointError
 from wherry.checkpoint.files import DTYPES, Count, FileRecord, TensorWriter, unique_keys
 from wherry.checkpoint.reshard import Box, Run
@@ -147,13 +147,6 @@ class EngineValues(TypedDict, total=False):
     generation_config: str
 
 
-def _own_version() -> str:
-    try:
-        return metadata.version("wherry")
-    except metadata.PackageNotFoundError:  # it runs from its sources
-        return "unknown"
-
-
 @dataclass
 class Manifest:
     """Everything about a checkpoint but the bytes of its tensors.
@@ -178,7 +171,7 @@ class Manifest:
     @classmethod
     def of_now(cls, tag: str, world_size: int, entries: dict[str, Entry], **more: Any) -> Manifest:
         """Of a checkpoint that is about to be written."""
-        made = {"wherry": _own_version(), "torch": torch.__version__}
+        made = {"wherry": __version__, "torch": torch.__version__}
         return cls(tag, datetime.now(UTC).isoformat(), made, world_size, entries, **more)
 
     @property

@@ -53,7 +53,6 @@ class Reporter:
         self.spans = Spans(wall_clock=config.wall_clock_breakdown, synchronize=synchronize)
         # Operations of the step that `flops_profiler` names; None before it.
         self.flops: int | None = None
-        self.counted: FlopCount | None = None
         self._config = config
         self._traffic = traffic
         self._log = log
@@ -166,7 +165,7 @@ class Reporter:
 
     def _report_operations(self, count: FlopCount, step: int) -> None:
         block = self._config.flops_profiler
-        self.flops, self.counted, self._count = count.total, count, None
+        self.flops, self._count = count.total, None
         speed = count.total / count.seconds / 1e12 if count.seconds else 0.0
         text = (
             f"operations of step {step} on rank {self._log.rank}: {count.total / 1e9:.6g} GFLOP in "

@@ -51,11 +51,10 @@ _DRAWS = frozenset(
 
 
 class _Active(threading.local):
-    """The contexts that a thread is inside of, and those that it has stepped out of, the last ones at the end."""
+    """List the contexts that a thread is inside of, the innermost at the end."""
 
     def __init__(self) -> None:
         self.stack: list[Init] = []
-        self.aside: list[list[Init]] = []
 
 
 _active = _Active()
@@ -288,9 +287,8 @@ def _enter(init: Init) -> None:
 
 def _leave(init: Init) -> None:
     global _users
-    for inside in (_active.stack, *_active.aside):
-        if init in inside:
-            inside.remove(init)
+    if init in _active.stack:
+        _active.stack.remove(init)
     with _lock:
         _users -= 1
         if _users == 0:
@@ -301,20 +299,6 @@ def _leave(init: Init) -> None:
 def entered() -> list[Init]:
     """The contexts that this thread is inside of, the outermost first."""
     return list(_active.stack)
-
-
-def step_out() -> None:
-    """Until `step_in` models are built as usual in this thread, whatever contexts it is inside of."""
-    for init in _active.stack:
-        init.finish()
-    _active.aside.append(_active.stack)
-    _active.stack = []
-
-
-def step_in() -> None:
-    """The counterpart of `step_out`. What was entered meanwhile stays the innermost, and what has ended stays out."""
-    if _active.aside:
-        _active.stack = _active.aside.pop() + _active.stack
 
 
 def _parameter_registered(module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:

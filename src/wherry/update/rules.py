@@ -252,6 +252,8 @@ class TorchRule(UpdateRule):
         self.groups: Groups = instance.param_groups
         self.defaults = {k: v for k, v in instance.defaults.items() if k in _constructoroptions_of(optimizer_class)}
         self._inner: torch.optim.Optimizer | None = None
+        # Whether its constructor makes state, as Adagrad's does before torch 2.13.
+        self._makes_state = False
         self._parameters: list[nn.Parameter] = []
         # The groups that its segments are of.
         self._used: list[int] = []
@@ -270,6 +272,7 @@ class TorchRule(UpdateRule):
                 self._inner = like(self.optimizer_class, groups, vars(self.instance))
             else:
                 self._inner = self.optimizer_class(groups, **self.defaults)
+                self._makes_state = bool(self._inner.state)
             self._used = list(members)
             for parameter, corrected in zip(self._parameters, self._corrected(segments), strict=True):
                 if not corrected:
@@ -288,7 +291,7 @@ class TorchRule(UpdateRule):
         """Let a parameter have had no update."""
         assert self._inner is not None
         self._inner.state.pop(parameter, None)
-        if not self.whole:  # some optimizers make their state when they are made, as Adagrad before torch 2.13 does
+        if self._makes_state:
             group = next(one for one in self._inner.param_groups if any(p is parameter for p in one["params"]))
             self._inner.state.update(self.optimizer_class([{**group, "params": [parameter]}], **self.defaults).state)
         if not corrected:

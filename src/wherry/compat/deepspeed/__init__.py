@@ -16,6 +16,7 @@ import importlib
 import importlib.util
 import os
 import sys
+from abc import ABCMeta
 from collections.abc import Iterable
 from importlib.abc import Loader
 from importlib.machinery import ModuleSpec, PathFinder
@@ -57,7 +58,7 @@ def _says(name: str, instead: str) -> str:
     return f"{name} is not part of Wherry; {instead}"
 
 
-class _Refuses(type):
+class _Refuses(ABCMeta):
     """A class that can be named, imported, subclassed and compared with; making one, or reaching into it, refuses."""
 
     _instead: str
@@ -72,16 +73,32 @@ class _Refuses(type):
         raise NotThere(_says(f"{cls._path}.{name}", cls._instead))
 
     def __eq__(cls, other: object) -> bool:
-        if isinstance(other, str | int | float):  # of a constant, which this class cannot stand for
-            raise not_part_of_wherry(cls._path, cls._instead)
+        if isinstance(other, str | int | float):
+            cls._refuse_constant()
         return cls is other
 
-    __hash__ = type.__hash__
+    def __hash__(cls) -> int:
+        cls._refuse_constant()
+        return type.__hash__(cls)
+
+    def __bool__(cls) -> bool:
+        cls._refuse_constant()
+        return True
+
+    def __str__(cls) -> str:
+        cls._refuse_constant()
+        return repr(cls)
+
+    def _refuse_constant(cls) -> None:
+        """Refuse to be a value: a name in capitals is that of a string or a number."""
+        if cls._path.rpartition(".")[2].isupper():
+            raise not_part_of_wherry(cls._path, cls._instead)
 
 
 def absent(path: str, instead: str) -> Any:
     """Stands where DeepSpeed has a class or a function, so that scripts which only name it can be imported."""
-    return _Refuses(path.rpartition(".")[2], (), {"_path": path, "_instead": instead, "__module__": NAME})
+    module, _, name = path.rpartition(".")
+    return _Refuses(name, (), {"_path": path, "_instead": instead, "__module__": module})
 
 
 def unlisted(module: str, name: str) -> Any:
@@ -134,7 +151,8 @@ class AliasFinder(DistributionFinder, Loader):
         module = _below(fullname)
         if module == fullname or not _is_module(module):
             return None
-        has_modules = any(each.startswith(module + ".") for each in names.MODULES) or bool(names.why_absent(module))
+        below = any(each.startswith(module + ".") for each in (*names.MODULES, *names.ABSENT_MODULES))
+        has_modules = below or bool(names.why_absent(module))
         spec = ModuleSpec(fullname, self, is_package=has_modules and not module.endswith(".__main__"))
         if spec.submodule_search_locations is not None:
             # Programs list the folder of a package: here is one, with nothing in it.

@@ -25,7 +25,7 @@ _TENSORS = {
     "LongTensor": torch.int64,
 }
 # What the CPU has from torch itself.
-_OF_TORCH = {*_TENSORS, "manual_seed", "initial_seed", "get_rng_state", "set_rng_state"}
+_OF_TORCH = {*_TENSORS, "manual_seed", "initial_seed"}
 
 
 class Accelerator:
@@ -80,9 +80,17 @@ class Host(Accelerator):
 
     manual_seed_all = staticmethod(torch.manual_seed)
 
+    Stream = Event = None  # by which scripts know that there are none
+
     def __getattr__(self, name: str) -> Any:
         # torch's own tensor classes take sizes as well as values.
         return getattr(torch if name in _OF_TORCH else torch.cpu, name)
+
+    def get_rng_state(self, device_index: int | None = None) -> torch.Tensor:
+        return torch.get_rng_state()
+
+    def set_rng_state(self, new_state: torch.Tensor, device_index: int | None = None) -> None:
+        torch.set_rng_state(new_state)
 
     def device_name(self, device_index: int | None = None) -> str:
         return "cpu"

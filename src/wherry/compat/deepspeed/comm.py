@@ -49,7 +49,7 @@ def _counted(name: str) -> Callable[..., Any]:
     plain, position = getattr(dist, name), _SENT[name]
 
     @functools.wraps(plain)
-    def call(*args: Any, **kwargs: Any) -> Any:
+    def call(*args: Any, prof: Any = None, log_name: Any = None, debug: Any = None, **kwargs: Any) -> Any:
         if name in _watched:
             sent = dict(enumerate([*args, *kwargs.values()])).get(position)
             tensors = sent if isinstance(sent, list | tuple) else [sent]
@@ -157,10 +157,18 @@ def has_all_gather_into_tensor() -> bool:
     return True
 
 
-def configure(*, enabled: bool = True, prof_all: bool = True, prof_ops: Sequence[str] = ()) -> None:
+def configure(
+    deepspeed_config: Any = None, enabled: bool | None = None, prof_all: bool | None = None,
+    prof_ops: Sequence[str] | None = None, verbose: bool | None = None, debug: bool | None = None,
+) -> None:  # fmt: skip
     """Choose which of the script's own collectives are counted; those of engines always are."""
     global _watched
-    _watched = frozenset(_SENT if prof_all else prof_ops) if enabled else frozenset()
+    if enabled is False:
+        _watched = frozenset()
+    elif prof_ops and not prof_all:
+        _watched = frozenset(prof_ops)
+    elif enabled or prof_all:
+        _watched = frozenset(_SENT)
 
 
 def log_summary(show_straggler: bool = False, return_dict: bool = False) -> dict[str, Any] | None:

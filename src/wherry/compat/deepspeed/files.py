@@ -24,6 +24,12 @@ from wherry.regular import open_regular
 # Keys that Megatron-DeepSpeed imports for what it adds to a client state, with DeepSpeed's values.
 UNIVERSAL_CHECKPOINT_INFO = "universal_checkpoint_info"
 UNIVERSAL_CHECKPOINT_VERSION_KEY, UNIVERSAL_CHECKPOINT_VERSION_VALUE = "universal_checkpoint_version", 0.4
+# Megatron's models name their weights under these keys, which are saved with the client state.
+VOCABULARY_PARAMETER_PATTERNS = "vocabulary_parameter_patterns"
+PIPELINE_REPLICATED_PARAMETER_PATTERNS = "pipeline_replicated_parameter_patterns"
+TP_REPLICATED_PARAMETER_PATTERNS = "tp_replicated_parameter_patterns"
+PARAMETER_WITH_ROW_PARALLELISM_PATTERNS = "parameter_with_row_parallelism_patterns"
+PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 = "parameter_with_2_sub_params_cat_dim_0"
 ORIGINAL_VOCAB_SIZE, PADDED_VOCAB_SIZE = "original_vocab_size", "padded_vocab_size"
 
 # Limits of values beside tensors, far above those of any run.

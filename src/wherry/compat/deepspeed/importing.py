@@ -302,8 +302,9 @@ def _loss_scale(scaler: Any, path: Path) -> dict[str, Any]:
     values = state if isinstance(state, dict) else {}
     scale = values.get("cur_scale", 1.0)
     if not isinstance(scale, int | float) or not 0 < scale < 1e300:
-        text = str(scale) if isinstance(scale, float) else type(scale).__name__  # an int may have 10^6 digits
-        raise CheckpointError(f"{path}: loss_scaler: expected a scale from 0 to 1e300, got {text}")
+        # An int may have 10^6 digits.
+        text = str(scale) if isinstance(scale, float) or scale in (0, -1) else type(scale).__name__
+        raise CheckpointError(f"{path}: loss_scaler: expected a scale above 0 and below 1e300, got {text}")
     counts: list[Any] = [values.get(key) for key in ("cur_iter", "last_overflow_iter", "scale_window")]
     good, patience = 0, values.get("cur_hysteresis")
     if all(isinstance(count, int) for count in counts) and -1 <= counts[1] < counts[0] and counts[2] > 0:

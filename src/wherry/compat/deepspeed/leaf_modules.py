@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from wherry.compat.deepspeed import not_part_of_wherry
 from wherry.observe.log import warn
 from wherry.sharding.grouping import LEAF
 
@@ -38,9 +39,15 @@ def set_z3_leaf_modules(
 
 
 def _mark_named(
-    matches: Callable[[str, str], bool], model: nn.Module, names: Iterable[str], raise_if_not_found: bool = True
+    matches: Callable[[str, str], bool],
+    model: nn.Module,
+    names: Iterable[str],
+    flag: bool = True,
+    raise_if_not_found: bool = True,
 ) -> tuple[list[nn.Module], list[str]]:
-    """Mark the modules that match a name; returns them, and the names without a match."""
+    """Mark the modules that match a name; return them, and the names without a match."""
+    if not flag:
+        raise not_part_of_wherry("set_z3_leaf_modules_by_name(flag=False)", "build the model anew without marks")
     matched = {one: [module for name, module in model.named_modules() if matches(name, one)] for one in names}
     missing = [one for one, modules in matched.items() if not modules]
     if missing and raise_if_not_found:
@@ -62,7 +69,7 @@ def apply_zero_leaf_module_config(model: nn.Module, leaf_cfg: dict[str, Any] | N
     """Mark the modules of a config's `zero_optimization.leaf_module`, by default known mixtures of experts."""
     block = leaf_cfg or {}
     set_z3_leaf_modules(model, block.get("classes", _DEFAULT), raise_if_not_found=False)
-    _, missing = set_z3_leaf_modules_by_name(model, block.get("names", ()), False)
-    _, lacking = set_z3_leaf_modules_by_suffix(model, block.get("name_suffixes", ()), False)
+    _, missing = set_z3_leaf_modules_by_name(model, block.get("names", ()), raise_if_not_found=False)
+    _, lacking = set_z3_leaf_modules_by_suffix(model, block.get("name_suffixes", ()), raise_if_not_found=False)
     if missing or lacking:
         warn("zero_optimization.leaf_module: the model has no modules named %s", ", ".join(missing + lacking))

@@ -50,8 +50,10 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     "accelerator.abstract_accelerator": (".accelerator: DeepSpeedAccelerator=Accelerator",),
     "accelerator.real_accelerator": (".accelerator: get_accelerator",),
     "checkpoint": (
-        ".files: ORIGINAL_VOCAB_SIZE PADDED_VOCAB_SIZE UNIVERSAL_CHECKPOINT_INFO UNIVERSAL_CHECKPOINT_VERSION_KEY "
-        "UNIVERSAL_CHECKPOINT_VERSION_VALUE",
+        ".files: ORIGINAL_VOCAB_SIZE PADDED_VOCAB_SIZE PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0 "
+        "PARAMETER_WITH_ROW_PARALLELISM_PATTERNS PIPELINE_REPLICATED_PARAMETER_PATTERNS "
+        "TP_REPLICATED_PARAMETER_PATTERNS UNIVERSAL_CHECKPOINT_INFO UNIVERSAL_CHECKPOINT_VERSION_KEY "
+        "UNIVERSAL_CHECKPOINT_VERSION_VALUE VOCABULARY_PARAMETER_PATTERNS",
     ),
     "checkpoint.utils": (".utils: clone_tensors_for_torch_save",),
     "comm": _COMM,
@@ -125,7 +127,7 @@ MODULES: Mapping[str, tuple[str, ...]] = {
     ),
 }
 
-# Modules whose variables scripts set and read: each is Wherry's own, under another name.
+# Modules that scripts take for objects, whose `mpu` some of them set: each is Wherry's own, under another name.
 ITSELF: Mapping[str, str] = {
     "runtime.activation_checkpointing.checkpointing": "wherry.compat.deepspeed.checkpointing",
     "runtime.lr_schedules": "wherry.compat.deepspeed.schedules",
@@ -140,7 +142,7 @@ OPEN: Mapping[str, str] = {
 }
 
 # What is said of a name that nobody has listed.
-UNLISTED = "use PyTorch's own, or ask for it with the address of the script that calls it"
+UNLISTED = "it has the names that published scripts call; ask for this one with the address of such a script"
 
 ABSENT_NAMES: Mapping[str, str] = {
     "DeepSpeedHybridEngine": "use wherry.gathered(engine.module) to generate",
@@ -151,6 +153,7 @@ ABSENT_NAMES: Mapping[str, str] = {
     "PipelineEngine": "use torch.distributed.pipelining around the engine",
     "PipelineModule": "use torch.distributed.pipelining around the engine",
     "default_inference_config": "serve the exported weights with an inference server",
+    "accelerator.set_accelerator": "torch's accelerator is used: see get_accelerator",
     "init_inference": "serve the exported weights with an inference server",
     "ops.adam.ZenFlowSelectiveAdamW": 'for a delayed update see "wherry": {"update_policy": "delayed"}',
     "ops.adam.ZenFlowSelectiveAdamW_stage3": 'for a delayed update see "wherry": {"update_policy": "delayed"}',

@@ -80,7 +80,7 @@ class DeepSpeedCPUAdagrad(_AnyDevice, optim.CPUAdagrad):
 
     def __init__(
         self, model_params: Iterable[Any], lr: float = 1e-2, eps: float = 1e-10, weight_decay: float = 0,
-        adamw_mode: bool = False,
+        *, adamw_mode: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(model_params, lr, weight_decay=weight_decay, eps=eps)
 
@@ -90,7 +90,7 @@ class DeepSpeedCPULion(_AnyDevice, optim.CPULion):
 
     def __init__(
         self, model_params: Iterable[Any], lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.999),
-        weight_decay: float = 0, adamw_mode: bool = False,
+        weight_decay: float = 0, *, adamw_mode: bool = False,
     ) -> None:  # fmt: skip
         super().__init__(model_params, lr, betas, weight_decay)
 

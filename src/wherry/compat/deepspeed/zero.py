@@ -43,8 +43,12 @@ class Init(wherry.Init):
         enabled: bool = True,
         dtype: torch.dtype | None = None,
         mpu: Any = None,
+        zero_param_parallel_group: Any = None,
+        zero_quantized_weights: bool = False,
+        zero_quantized_nontrainable_weights: bool = False,
         sequence_data_parallel_group: Any = None,
-        **others: Any,
+        param_swapper: Any = None,
+        tensor_overrides: Any = None,
     ) -> None:
         if not enabled:
             super().__init__(enabled=False)
@@ -53,8 +57,13 @@ class Init(wherry.Init):
             raise WherryError(
                 "zero.Init: data_parallel_group and sequence_data_parallel_group are both given; give the first"
             )
-        for name in filter(others.get, others):
-            raise not_part_of_wherry(f"zero.Init({name}=...)", "weights are sharded over the data axis")
+        refused = {
+            "zero_param_parallel_group": zero_param_parallel_group,
+            "zero_quantized_weights": zero_quantized_weights,
+            "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
+        }
+        for name in filter(refused.get, refused):
+            raise not_part_of_wherry(f"zero.Init({name}=...)", "weights are sharded over the data axis, in their own type")
         init_distributed()  # what is built inside may ask torch for its rank
         own = config if config is not None else config_dict_or_path
         loaded = load(_STAGE_3 if own is None else own)
