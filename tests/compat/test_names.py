@@ -75,7 +75,6 @@ for module in ("", ".utils", ".utils.groups", ".comm", ".ops.op_builder", ".runt
     class Derived(owner.Nothing):
         pass
     assert "Nothing is not part of Wherry; it has the names" in refused(Derived), module
-    assert "is not part of Wherry" in refused(lambda: owner.Nothing == "a constant")
     assert not hasattr(owner, "_nothing")
 assert "did you mean set_z3_leaf_modules?" in refused(deepspeed.utils.set_z3_leaf_module)
 from deepspeed.runtime.constants import ROUTE_TRAIN

@@ -231,6 +231,9 @@ def test_leaves() -> None:
     with pytest.raises(ValueError, match="No modules of type"):
         leaf_modules.set_z3_leaf_modules(model, ["Nothing"])
     assert leaf_modules.set_z3_leaf_modules_by_suffix(model, ["each"]) == ([leaf.each], [])
-    assert leaf_modules.set_z3_leaf_modules_by_name(model, ["experts", "x"], raise_if_not_found=False) == ([leaf], ["x"])
+    assert leaf_modules.set_z3_leaf_modules_by_name(model, ["experts", "x"], raise_if_not_found=False) == (
+        [leaf],
+        ["x"],
+    )
     with pytest.raises(ValueError, match="No modules named"):
         leaf_modules.set_z3_leaf_modules_by_name(model, ["x"])

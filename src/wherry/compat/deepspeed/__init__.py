@@ -73,8 +73,7 @@ class _Refuses(ABCMeta):
         raise NotThere(_says(f"{cls._path}.{name}", cls._instead))
 
     def __eq__(cls, other: object) -> bool:
-        if isinstance(other, str | int | float):
-            cls._refuse_constant()
+        cls._refuse_constant()
         return cls is other
 
     def __hash__(cls) -> int:

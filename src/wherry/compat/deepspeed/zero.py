@@ -63,7 +63,9 @@ class Init(wherry.Init):
             "zero_quantized_nontrainable_weights": zero_quantized_nontrainable_weights,
         }
         for name in filter(refused.get, refused):
-            raise not_part_of_wherry(f"zero.Init({name}=...)", "weights are sharded over the data axis, in their own type")
+            raise not_part_of_wherry(
+                f"zero.Init({name}=...)", "weights are sharded over the data axis, in their own type"
+            )
         init_distributed()  # what is built inside may ask torch for its rank
         own = config if config is not None else config_dict_or_path
         loaded = load(_STAGE_3 if own is None else own)
