@@ -103,15 +103,28 @@ def test_optimizers_that_are_refused(stage, make, more, kind, message):
         engine_of(3, zero=more["zero"], given=make).destroy()
 
 
-@pytest.mark.parametrize(("stage", "more"), [(0, BF16), (1, FP16), (2, {"zero": HOST, **BF16}), (3, BF16)])
-def test_state_is_shown_written_and_restored_where_it_rests(stage, more):
+@pytest.mark.parametrize(
+    ("stage", "more", "key"),
+    [
+        (0, BF16, "fp32_groups_flat"),
+        (1, FP16, "single_partition_of_fp32_groups"),
+        (2, {"zero": HOST, **BF16}, "single_partition_of_fp32_groups"),
+        (3, BF16, "fp32_flat_groups"),
+    ],
+)
+def test_state_is_shown_written_and_restored_where_it_rests(stage, more, key):
     engine = engine_of(stage, **more)
     step(engine)
     optimizer, first = engine.optimizer.optimizer, next(engine.module.parameters())
     assert len(optimizer.state) == 4
     assert float(optimizer.state[first]["step"]) == (1 if stage else 2)  # it begins with one on zeros, as there
     assert optimizer.state[first]["exp_avg"].abs().sum() > 0
-    saved, before = copy.deepcopy(engine.optimizer.state_dict()), masters(engine)
+    state, before = engine.optimizer.state_dict(), masters(engine)
+    assert torch.equal(torch.cat(state[key]), torch.cat([master.flatten() for master in before]))
+    # Masters of 16-bit weights are parts of the flat, and are not saved twice.
+    (storage,) = {flat.untyped_storage().data_ptr() for flat in state[key]}
+    assert {part["master"].untyped_storage().data_ptr() for part in state["state"].values()} == {storage}
+    saved = [copy.deepcopy(state)]  # one for each rank
     held = copy.deepcopy(engine.module.state_dict())
     step(engine, 1)
     after = masters(engine)

@@ -61,6 +61,9 @@ class States(MutableMapping[torch.Tensor, dict[str, Any]]):
 class DeepSpeedOptimizer(ShardedOptimizer):
     """An optimizer around another, which is its `optimizer`."""
 
+    # The key of the masters in a state dict.
+    MASTERS = "fp32_groups_flat"
+
     def __init__(self, instance: torch.optim.Optimizer, engine: Engine) -> None:
         super().__init__(instance, engine.update, engine.zero_grad_of_loop, lambda: engine.states)
         self._engine = engine
@@ -80,11 +83,31 @@ class DeepSpeedOptimizer(ShardedOptimizer):
         self._engine.backward(loss, scale_wrt_gas=False)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return this rank's part of the state in torch's form, and the loss scale."""
-        scale = self._engine.scaler.state_dict()
-        return {**super().state_dict(), "loss_scaler": scale, "overflow": self.overflow}
+        """Return this rank's part of the state in torch's form, its masters by group, and the loss scale."""
+        state_dict, scaler, masters = super().state_dict(), self._engine.scaler, self._masters()
+        for group, flat in zip(state_dict["param_groups"], masters, strict=True):
+            # Masters of 16-bit weights are parts of that piece, which is saved once.
+            at = 0
+            for number in group["params"]:
+                if (own := state_dict["state"].get(number, {}).get("master")) is not None:
+                    state_dict["state"][number]["master"] = flat[at : at + own.numel()].view_as(own)
+                    at += own.numel()
+        scale = {"loss_scaler": scaler.state_dict(), "dynamic_loss_scale": scaler.dynamic, "cur_scale": scaler.scale}
+        return {**state_dict, self.MASTERS: masters, **scale, "overflow": self.overflow}
 
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+    def _masters(self) -> list[torch.Tensor]:
+        """Copy this rank's part of the fp32 weights, each group's in one piece."""
+        states = self._engine.states
+        parts = (
+            [states.local(states.name_of(p), "master") for p in group["params"] if p.requires_grad]
+            for group in self.param_groups
+        )
+        return [torch.cat([part for part in group if part is not None]) for group in parts]
+
+    def load_state_dict(self, state_dict: Any) -> None:
+        """Load what `state_dict` returned: this rank's, or a list with that of each rank."""
+        if isinstance(state_dict, list | tuple):
+            state_dict = state_dict[self._engine.comm.rank]
         super().load_state_dict(state_dict)
         if "loss_scaler" in state_dict:
             self._engine.scaler.load_state_dict(state_dict["loss_scaler"])
@@ -99,9 +122,13 @@ class DeepSpeedOptimizer(ShardedOptimizer):
 class DeepSpeedZeroOptimizer(DeepSpeedOptimizer):
     """Stages 1 and 2."""
 
+    MASTERS = "single_partition_of_fp32_groups"
+
 
 class DeepSpeedZeroOptimizer_Stage3(DeepSpeedOptimizer):
     """Stage 3."""
+
+    MASTERS = "fp32_flat_groups"
 
 
 class BF16_Optimizer(DeepSpeedOptimizer):
