@@ -107,7 +107,8 @@ class Host(Accelerator):
         return int(os.environ.get("LOCAL_RANK", "0"))
 
     def device_count(self) -> int:
-        return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+        # DeepSpeed's launcher sets the first for ranks on CPUs.
+        return int(os.environ.get("LOCAL_SIZE") or os.environ.get("LOCAL_WORLD_SIZE") or 1)
 
     def synchronize(self, device_index: int | None = None) -> None:
         """Do nothing: the CPU runs nothing asynchronously."""

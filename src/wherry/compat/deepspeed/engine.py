@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 from wherry.build import initialize as wherry_initialize
 from wherry.checkpoint.errors import CheckpointError, on_first, together
 from wherry.compat.deepspeed import (
+    VERSION,
     checkpointing,
     leaf_modules,
     not_part_of_wherry,
@@ -505,6 +506,8 @@ def initialize(
     """Build an engine; returns `(engine, optimizer, dataloader, lr_scheduler)`."""
     if model is None:
         raise DeepSpeedConfigError("deepspeed.initialize requires a model; give model=...")
+    # Transformers' tests look for the first words, to see that the engine is in use.
+    say("DeepSpeed info: version=%s", VERSION)
     config = load(given_to(args, config, config_params))
     check_batch(config)
     _check_unmanaged(config)
