@@ -321,7 +321,7 @@ class Tests:
                 os.killpg(self.process.pid, signal.SIGKILL)
         status, text = _wait(self.process, INTERRUPT_S), self.file.read_text(errors="replace")
         tests = re.findall(r"^(\S+::.*?) (PASSED|FAILED|SKIPPED|ERROR)", text, flags=re.MULTILINE)
-        # Where several processes test, they write the result before the name.
+        # pytest-xdist prints the result before the name.
         among = re.findall(r"^\[gw\d+\] .*? (PASSED|FAILED|SKIPPED|ERROR) (\S+::.*?) *$", text, flags=re.MULTILINE)
         tests += [(name, result) for result, name in among]
         results = {word: [name for name, result in tests if result == word] for _, word in tests}

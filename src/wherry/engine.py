@@ -360,11 +360,11 @@ class Engine(nn.Module):
         hooks = self._hooks
         return self.scaler.dynamic and not hooks.backward.scaled and hooks.reaches_weights()
 
-    def take_gradients(self, given: dict[torch.Tensor, torch.Tensor]) -> None:
+    def take_gradients(self, gradients: dict[torch.Tensor, torch.Tensor]) -> None:
         """Make these the gradients of a whole window, as a backward would that no hook sees."""
         self.begin_backward(averaged=False, micro_batches=self.gradient_accumulation_steps())
         for gradient in self.flat_gradients.all:
-            gradient.put(given)
+            gradient.put(gradients)
         self._end_backward(makes_gradients=True)
 
     def update_on_zeros(self) -> None:
@@ -895,7 +895,7 @@ class Engine(nn.Module):
 
     @property
     def saves_behind(self) -> bool:
-        """Whether a save goes on beside training."""
+        """Tell whether checkpoints are saved in the background."""
         return self._checkpoints.behind
 
     def plain_tensors(self) -> dict[str, torch.Tensor]:

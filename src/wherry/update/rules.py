@@ -252,7 +252,7 @@ class TorchRule(UpdateRule):
         self.groups: Groups = instance.param_groups
         self.defaults = {k: v for k, v in instance.defaults.items() if k in _constructoroptions_of(optimizer_class)}
         self._inner: torch.optim.Optimizer | None = None
-        # Whether its constructor makes state, as Adagrad's does before torch 2.13.
+        # True if its constructor makes state, as Adagrad's does before torch 2.13.
         self._makes_state = False
         self._parameters: list[nn.Parameter] = []
         # The groups that its segments are of.

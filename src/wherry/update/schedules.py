@@ -80,7 +80,7 @@ class WarmupRates(ClosedForm):
 
 
 class WarmupDecayRates(WarmupRates):
-    """As `WarmupRates`, then back to `warmup_min_lr` in a straight line that ends at step `total_num_steps`."""
+    """Warm up as `WarmupRates` does, then fall linearly to `warmup_min_lr` at step `total_num_steps`."""
 
     def __init__(
         self,

@@ -24,7 +24,7 @@ _TENSORS = {
     "IntTensor": torch.int32,
     "LongTensor": torch.int64,
 }
-# What the CPU has from torch itself.
+# Attributes of the CPU that are those of the module torch.
 _OF_TORCH = {*_TENSORS, "manual_seed", "initial_seed"}
 
 

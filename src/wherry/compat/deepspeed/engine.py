@@ -104,7 +104,7 @@ class DeepSpeedEngine(Engine):
         return partial(_without_autocast, self.device.type)
 
     def _take_gradients_set_by_hand(self) -> None:
-        """Gradients that a script has set, which every rank is to have alike, are those of the step."""
+        """Use the gradients that a script has set, the same on each rank, for this step."""
         weights = [
             w for group in self.param_groups() for w in group["params"] if w.requires_grad and w.grad is not None
         ]
@@ -114,10 +114,10 @@ class DeepSpeedEngine(Engine):
         if not weights:
             return
         alike = 1 / self.comm.size if self.settings.gradient_allreduce_op == "sum" else 1.0
-        given = {weight: weight.grad * alike for weight in weights if weight.grad is not None}
+        gradients = {weight: weight.grad * alike for weight in weights if weight.grad is not None}
         for weight in weights:
             weight.grad = None
-        self.take_gradients(given)
+        self.take_gradients(gradients)
 
     def backward(
         self,
@@ -417,8 +417,8 @@ class DeepSpeedEngine(Engine):
     ) -> tuple[str | None, Any]:
         """Load a checkpoint of Wherry's, or one that DeepSpeed has written and `latest` names.
 
-        With the client state comes what DeepSpeed leaves in it: `ds_version`, `ds_config`, `param_shapes`,
-        `global_samples` and the like.
+        The client state includes DeepSpeed's own entries, such as `ds_version`, `ds_config`, `param_shapes` and
+        `global_samples`.
         """
         if custom_load_fn is not None:
             raise not_part_of_wherry(
@@ -431,12 +431,12 @@ class DeepSpeedEngine(Engine):
         folder, world, what = Path(load_dir), world_of(self.topology), f"loading from {load_dir}"
         world.meet("load_checkpoint()")
         as_universal = self.settings.checkpoint.load_universal
-        found = on_first(world, what, lambda: loading.locate(folder, tag, universal=as_universal))
-        if found is None:
+        location = on_first(world, what, lambda: loading.locate(folder, tag, universal=as_universal))
+        if location is None:
             return None, None
-        if isinstance(found, CheckpointError):
-            raise found
-        own, theirs = found
+        if isinstance(location, CheckpointError):
+            raise location
+        own, theirs = location
         how = (load_module_strict, load_optimizer_states, load_lr_scheduler_states, load_module_only)
         with ExitStack() as stack:
             source = folder
@@ -447,13 +447,13 @@ class DeepSpeedEngine(Engine):
             super().load_checkpoint(source, None if own == "." else own, *how)
             taken = ["module"] if load_module_only else [*saved_files.TAKEN]
             taken += ["lr_scheduler"] * load_lr_scheduler_states + ["optimizer"] * load_optimizer_states
-            told = saved_files.client_states(source / own, taken)
-        return str(folder / own), told
+            client_states = saved_files.client_states(source / own, taken)
+        return str(folder / own), client_states
 
     def empty_partition_cache(self) -> None:
-        """Let go of weights that `all_gather` of a parameter has made whole: no others are, between steps.
+        """Release weights that `all_gather` of a parameter has gathered; between steps no others are.
 
-        Small ones that stay on every rank do, and those inside `GatheredParameters`.
+        Small weights that stay on every rank are kept, as are those inside `GatheredParameters`.
         """
         for parameter in self.module.parameters():
             if isinstance(parameter, parameters.Marks):

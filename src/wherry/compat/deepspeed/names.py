@@ -141,7 +141,7 @@ OPEN: Mapping[str, str] = {
     "ops.op_builder": "wherry.compat.deepspeed.builders",
 }
 
-# What is said of a name that nobody has listed.
+# The advice for a name that no table lists.
 UNLISTED = "it has the names that published scripts call; ask for this one with the address of such a script"
 
 ABSENT_NAMES: Mapping[str, str] = {

@@ -1,4 +1,4 @@
-"""`engine.optimizer` in DeepSpeed's classes, around the optimizer that `initialize` was given or made."""
+"""Wrap the optimizer of `initialize` in DeepSpeed's classes, as `engine.optimizer`."""
 
 from __future__ import annotations
 
@@ -144,7 +144,7 @@ class FP16_UnfusedOptimizer(DeepSpeedOptimizer):
 
 
 class Itself(ShardedOptimizer):
-    """Stage 0 in fp32: the very optimizer that `initialize` was given or made, stepped by the engine.
+    """At stage 0 in fp32, make the script's or the config's own optimizer step by the engine.
 
     Its class is one derived from its own until the engine is closed.
     """
@@ -214,7 +214,7 @@ def resolve(
         return None
     if not config.keeps_masters():
         spec = _without_masters(config, spec)
-    # Where the key is unset, a torch optimizer gets its host counterpart, which DeepSpeed refuses too.
+    # DeepSpeed refuses a torch optimizer also if the key is unset; Wherry replaces it by its host counterpart.
     forced = _offloads(config) and config.written.get("zero_force_ds_cpu_optimizer") is True
     if forced and optimizer is not None and not isinstance(spec.instance, _ON_HOST):
         raise DeepSpeedConfigError(

@@ -32,7 +32,7 @@ class _Timer:
         self._start, self._elapsed = None, 0.0
 
     def elapsed(self, reset: bool = True) -> float:
-        """Return the sum; a timer that runs goes on."""
+        """Return the sum without stopping a running timer."""
         running = self._start is not None
         if running:
             self.stop()
